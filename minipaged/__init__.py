@@ -1,0 +1,1 @@
+"""minipaged: the language-model inference engine that a Python program imports."""

@@ -1,0 +1,74 @@
+"""EngineConfig: every setting of an engine, validated when constructed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from minipaged.errors import ConfigError
+
+DeviceName = Literal["auto", "cpu", "cuda", "reference"]
+KVDtype = Literal["auto", "float32", "float16", "bfloat16"]
+PreemptionMode = Literal["auto", "swap", "recompute"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. Raises `ConfigError` for a value out of range or two that contradict each other."""
+
+    device: DeviceName = "auto"
+    """auto: the fastest that works here. reference: plain NumPy, the specification."""
+    max_model_len: int | None = None
+    """Most tokens in a sequence, prompt and output. None: the model's limit, or what the block pool holds if less."""
+    max_running: int = 256
+    """Most sequences in a batch."""
+    max_batched_tokens: int = 512
+    """Most tokens computed in one step: decodes first, then prefill chunks. Bounds how long a prompt delays them."""
+    max_waiting: int = 1024
+    """Most requests that wait; one more raises `EngineBusyError`."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    num_blocks: int | None = None
+    """KV blocks in the pool. Excludes `kv_cache_memory`."""
+    kv_cache_memory: int | None = None
+    """Bytes for the block pool, used down to the last whole block. None: 1 GiB, or what `max_running` needs if less."""
+    swap_memory: int = 0
+    """Bytes of host memory for preempted sequences; 0: preemption always recomputes. Excludes `swap_blocks`."""
+    swap_blocks: int | None = None
+    """The same as a number of blocks."""
+    kv_dtype: KVDtype = "auto"
+    """Element type of the KV cache; auto: what the device computes in."""
+    prefix_caching: bool = True
+    """Reuse KV blocks of equal prompt beginnings."""
+    preemption: PreemptionMode = "auto"
+    """auto: swap if bytes / bandwidth is less than tokens x prefill cost, else recompute."""
+    overlap: bool = True
+    """Plan and queue the next step while the previous one runs and is delivered."""
+    num_threads: int | None = None
+    """Threads for CPU kernels; None: physical cores."""
+    debug: bool = False
+    """Check the invariants after every step and fill fresh KV blocks with NaN. Slow."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_batched_tokens", "max_waiting", "block_size"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("max_model_len", "num_blocks", "kv_cache_memory", "num_threads"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        _at_least("swap_memory", self.swap_memory, 0)
+        if self.swap_blocks is not None:
+            _at_least("swap_blocks", self.swap_blocks, 0)
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
+            raise ConfigError("num_blocks and kv_cache_memory both size the block pool; give one of them.")
+        if self.swap_blocks is not None and self.swap_memory:
+            raise ConfigError("swap_blocks and swap_memory both size the host pool; give one of them.")
+        if self.max_batched_tokens < self.max_running:
+            raise ConfigError(
+                f"max_batched_tokens is {self.max_batched_tokens}, less than max_running ({self.max_running}); "
+                "every running sequence decodes one token per step, so give at least as many tokens."
+            )
+
+
+def _at_least(name: str, found: int, least: int) -> None:
+    if isinstance(found, bool) or not isinstance(found, int) or found < least:
+        raise ConfigError(f"EngineConfig.{name} is {found!r}; expected an integer >= {least}.")

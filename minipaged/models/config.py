@@ -1,0 +1,79 @@
+"""ModelConfig: the shape of a Llama-family model, whatever file it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultRope:
+    """Rotary embedding as in RoFormer (arXiv:2104.09864): frequency theta**(-2i/head_dim)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRope:
+    """Positions divided by `factor` (position interpolation, arXiv:2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Rope:
+    """Llama 3.1's rule: low frequencies divided by `factor`, high ones kept, a linear blend between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnRope:
+    """YaRN (arXiv:2309.00071): a ramp between interpolated and kept frequencies, and an attention scale."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    """Multiplies cos and sin; None: 0.1 ln(factor) + 1, or from mscale and mscale_all_dim."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    """Whether the ramp's ends are rounded to whole dimensions."""
+
+
+RopeScaling = DefaultRope | LinearRope | Llama3Rope | YarnRope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes are numbers of elements; `num_query_heads` is a multiple of `num_kv_heads`."""
+
+    architecture: Architecture
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_theta: float
+    rope_scaling: RopeScaling
+    attention_bias: bool
+    """Biases on q, k and v."""
+    attention_output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """RMSNorm over head_dim of each query and key head before rotation (Qwen3)."""
+    tie_word_embeddings: bool
+    """The output head is the embedding table."""
+    sliding_windows: tuple[int | None, ...]
+    """Per layer: how many latest positions a token attends to, itself included; None: all."""
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]

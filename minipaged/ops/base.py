@@ -1,0 +1,239 @@
+"""The Ops protocol: the seam between the model and the machine.
+
+Coarse on purpose: each operation is one kernel launch on a GPU. T is the number of tokens in the step, S of sequences,
+N of rows that sample. `Array` is the device's array type; `Weight` whatever the device keeps a matrix as (packed, say).
+
+KV cache layout: [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim], so that a block is one
+contiguous span. A token's slot is `block * block_size + position % block_size`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minipaged.ops.tensor import HostTensor
+
+Array = TypeVar("Array")
+Weight = TypeVar("Weight")
+
+HostArray = (
+    NDArray[np.float32]
+    | NDArray[np.int32]
+    | NDArray[np.int64]
+    | NDArray[np.uint32]
+    | NDArray[np.uint64]
+    | NDArray[np.bool_]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Generic[Array]):
+    """The tokens of one step, sequence after sequence, and where their KV lives."""
+
+    token_ids: Array
+    """int32 [T]"""
+    positions: Array
+    """int32 [T]"""
+    slots: Array
+    """int64 [T]: where to write K and V."""
+    query_starts: Array
+    """int32 [S + 1]: tokens [query_starts[s], query_starts[s + 1]) belong to sequence s."""
+    rows: Array
+    """int32 [S]: the row of `block_tables` of each sequence."""
+    block_tables: Array
+    """int32 [max_running, blocks per sequence]"""
+    sampled: Array
+    """int32 [N]: the indices into T whose logits are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Geometry of the KV cache."""
+
+    num_blocks: int
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+
+
+class PendingCopy(Protocol):
+    """A copy between device and host pool that may still be running."""
+
+    def done(self) -> bool:
+        """Whether it has finished. Never blocks."""
+
+    def wait(self) -> None:
+        """Block until it has finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties(Generic[Array]):
+    """Rows of the logits that the tokens so far change; P of them."""
+
+    rows: Array
+    """int32 [P]: indices into N."""
+    prompt: Array
+    """bool [P, vocab_size]: token occurs in the prompt."""
+    counts: Array
+    """int32 [P, vocab_size]: occurrences in the output."""
+    repetition: Array
+    """float32 [P]"""
+    presence: Array
+    """float32 [P]"""
+    frequency: Array
+    """float32 [P]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Bias(Generic[Array]):
+    """Sparse additions to the logits: logit_bias, and -inf where min_tokens forbids a stop token; E of them."""
+
+    rows: Array
+    """int32 [E]: indices into N."""
+    token_ids: Array
+    """int32 [E]"""
+    values: Array
+    """float32 [E]"""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch(Generic[Array]):
+    """Per sampling row; N of them."""
+
+    temperature: Array
+    """float32 [N]; 0: greedy."""
+    top_k: Array
+    """int32 [N]; vocab_size: no limit."""
+    top_p: Array
+    """float32 [N]"""
+    min_p: Array
+    """float32 [N]"""
+    seeds: Array
+    """uint64 [N]: the Philox key."""
+    streams: Array
+    """uint32 [N]: which of the request's samples, part of the Philox counter."""
+    positions: Array
+    """uint32 [N]: position of the token being chosen, part of the Philox counter."""
+    num_logprobs: int
+    """Most likely tokens to return per row; -1: no log-probabilities at all."""
+    all_greedy: bool
+    """Whether every temperature is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Host arrays, the result of `sample`."""
+
+    token_ids: NDArray[np.int32]
+    """[N]; -1 where the row's logits held NaN or no finite value."""
+    logprobs: NDArray[np.float32] | None
+    """[N]: log-softmax of the raw logits at the chosen token."""
+    top_ids: NDArray[np.int32] | None
+    """[N, num_logprobs], most likely first; ties by smaller id."""
+    top_logprobs: NDArray[np.float32] | None
+    """[N, num_logprobs]"""
+
+
+class Ops(Protocol[Array, Weight]):
+    """One machine's implementation. Not thread-safe: one worker thread calls it, in order."""
+
+    name: str
+
+    # Loading
+
+    def load_matrix(self, tensors: Sequence[HostTensor]) -> Weight:
+        """Matrices [out_i, in] stacked along their rows into one [sum of out_i, in] (q, k and v, say)."""
+
+    def load_vector(self, tensors: Sequence[HostTensor]) -> Array:
+        """Vectors concatenated, float32."""
+
+    def load_rope(self, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> Array:
+        """Rotation table from cos and sin, float32 [max_model_len, head_dim / 2] each."""
+
+    def allocate_cache(self, shape: CacheShape, dtype: str) -> Array:
+        """The device pool. `dtype` is "float32", "float16" or "bfloat16"."""
+
+    def allocate_host_cache(self, shape: CacheShape, dtype: str) -> NDArray[np.uint8]:
+        """The host pool as bytes [num_blocks, bytes per block]; page-locked where that speeds up copies."""
+
+    def upload(self, array: HostArray) -> Array:
+        """A host array, on the device."""
+
+    def download(self, array: Array) -> NDArray[np.float32]:
+        """A float32 device array, on the host."""
+
+    def close(self) -> None:
+        """Free all device memory."""
+
+    # The forward pass
+
+    def embed(self, token_ids: Array, table: Weight) -> Array:
+        """[T], [vocab_size, hidden] -> [T, hidden]"""
+
+    def rms_norm(self, hidden: Array, weight: Array, eps: float, residual: Array | None) -> tuple[Array, Array]:
+        """With x = hidden + residual: (x / sqrt(mean(x**2) + eps) * weight, x), [T, hidden] each; arXiv:1910.07467."""
+
+    def linear(self, x: Array, weight: Weight, bias: Array | None) -> Array:
+        """[T, in] @ [out, in].T + [out] -> [T, out]"""
+
+    def rope_and_cache(
+        self,
+        qkv: Array,
+        rope: Array,
+        cache: Array,
+        layer: int,
+        batch: Batch[Array],
+        num_query_heads: int,
+        norms: tuple[Array, Array, float] | None,
+    ) -> Array:
+        """Rotate q and k at their positions, write k and v into their slots, return the rotated q.
+
+        qkv is [T, (num_query_heads + 2 num_kv_heads) head_dim]; the result [T, num_query_heads, head_dim]. Halves are
+        rotated (element i with i + head_dim / 2). `norms`: RMSNorm weights [head_dim] of q and k, and eps; applied first.
+        """
+
+    def paged_attention(
+        self, query: Array, cache: Array, layer: int, batch: Batch[Array], scale: float, window: int | None
+    ) -> Array:
+        """Causal attention of each token over its sequence's positions 0..position (the last `window` of them).
+
+        query [T, num_query_heads, head_dim] -> [T, num_query_heads * head_dim]; query head h reads KV head
+        h // (num_query_heads / num_kv_heads). Slots after the position hold anything, NaN included, and are not read.
+        """
+
+    def silu_and_mul(self, gate_up: Array) -> Array:
+        """[T, 2 I] -> silu(first half) * second half, [T, I]"""
+
+    def take(self, x: Array, indices: Array) -> Array:
+        """Rows of x."""
+
+    # Choosing tokens
+
+    def adjust_logits(self, logits: Array, penalties: Penalties[Array] | None, bias: Bias[Array] | None) -> Array:
+        """Apply penalties, then bias, to a copy of logits [N, vocab_size]."""
+
+    def sample(self, logits: Array, raw_logits: Array, batch: SamplingBatch[Array]) -> Sampled:
+        """Temperature, top-k, top-p, min-p, then one draw per row; log-probabilities from `raw_logits`.
+
+        Rows whose chosen-from logits hold NaN, or no finite value, give token id -1 and harm no other row.
+        """
+
+    # Blocks
+
+    def fill_blocks(self, cache: Array, blocks: Sequence[int], value: float) -> None:
+        """Set whole blocks (debug mode's NaN)."""
+
+    def copy_blocks(self, cache: Array, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy (source, destination) blocks within the device pool, before anything launched later."""
+
+    def blocks_to_host(self, cache: Array, host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]) -> PendingCopy:
+        """Start copying (device, host) blocks; reads what was written by everything launched before."""
+
+    def blocks_from_host(self, host: NDArray[np.uint8], cache: Array, pairs: Sequence[tuple[int, int]]) -> PendingCopy:
+        """Start copying (host, device) blocks; everything launched later sees them."""

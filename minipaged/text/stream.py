@@ -1,0 +1,93 @@
+"""Incremental detokenisation: the text of a completion, token by token."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from minipaged.text.stop import StopMatcher
+from minipaged.text.tokenizer import Tokenizer
+
+
+class TextStream:
+    """Turns the token ids of one completion into text that may be shown at once.
+
+    **What the text is.** Every token id stands for bytes (`Tokenizer.token_bytes`). Let P be the bytes of
+    the prompt and C those of the completion. The text of the completion is the decode of P + C as UTF-8,
+    less the complete characters of P. So a character that the prompt's ids leave unfinished belongs to the
+    completion, a leading space after a prompt is kept, and where the prompt has no text at all the
+    completion loses the one space that a SentencePiece tokenizer puts before every text. Invalid bytes
+    become U+FFFD, one for each maximal invalid part, just as in `bytes.decode(errors="replace")`.
+
+    The deltas of `push` and `finish`, joined, equal that text, or, where a stop string occurs in it, the
+    text before the first one to be complete (see `StopMatcher`). A character is never split and nothing is
+    taken back. Stop strings are looked for in the completion alone, not across its border to the prompt.
+
+    A token costs O(its length); no id sequence raises.
+
+    Args:
+        tokenizer: gives the bytes of each id.
+        prompt_ids: the ids before the completion; only their last bytes are read.
+        stop: stop strings; none may be empty.
+        include_stop: whether the text ends with the stop string that was found, or before it.
+        min_tokens: the text of this many first tokens is shown without looking for stop strings in it.
+        skip_special_tokens: whether special tokens have no text.
+
+    Raises:
+        InvalidRequestError: a stop string is empty.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._token_bytes = tokenizer.token_bytes_table(skip_special_tokens=skip_special_tokens)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        prompt_tail = self._last_bytes(prompt_ids)
+        self._decoder.decode(prompt_tail)
+        self._drop_space = tokenizer.adds_space_prefix and not prompt_tail
+        self._matcher = StopMatcher(stop, include_stop=include_stop) if stop else None
+        self._unmatched_tokens = min_tokens
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._matcher.matched if self._matcher else None
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; return the text that may be shown now, often all of its own, maybe none."""
+        text = self._decoder.decode(self._token_bytes.get(token_id, b""))
+        if self._drop_space and text:
+            self._drop_space = False
+            text = text.removeprefix(" ")
+        if self._matcher is None:
+            return text
+        if self._unmatched_tokens > 0:
+            self._unmatched_tokens -= 1
+            return text
+        return self._matcher.feed(text)
+
+    def finish(self) -> str:
+        """The completion ends here: return the text that was held back, an unfinished character as U+FFFD."""
+        text = self._decoder.decode(b"", final=True)
+        if self._matcher is None:
+            return text
+        return self._matcher.feed(text) + self._matcher.finish()
+
+    def _last_bytes(self, ids: Sequence[int]) -> bytes:
+        """At least the last three bytes of `ids`, or all: no unfinished character of UTF-8 is longer.
+
+        Decoding may start in the midst of a character here, but never in the midst of the unfinished one.
+        """
+        tail = b""
+        for token_id in reversed(ids):
+            tail = self._token_bytes.get(token_id, b"") + tail
+            if len(tail) >= 3:
+                break
+        return tail
