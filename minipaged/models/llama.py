@@ -1,0 +1,63 @@
+"""Llama: the forward pass of the whole family, written once over Ops."""
+
+from __future__ import annotations
+
+from typing import Generic
+
+from minipaged.models.config import ModelConfig
+from minipaged.models.weights import LayerWeights, LlamaWeights
+from minipaged.ops.base import Array, Batch, Ops, Weight
+
+
+class Llama(Generic[Array, Weight]):
+    """A decoder of pre-normalised attention and gated MLP layers: Llama, SmolLM2, Mistral, Qwen2, Qwen3.
+
+    `rope` is what `ops.load_rope` made of `rope_tables(config, max_model_len)`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: LlamaWeights[Array, Weight], ops: Ops[Array, Weight], rope: Array
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self.rope = rope
+
+    def forward(self, batch: Batch[Array], cache: Array) -> Array:
+        """Compute every token of the batch, writing its K and V into the cache.
+
+        Returns the last hidden states after the final norm, [T, hidden].
+        """
+        eps = self.config.rms_norm_eps
+        hidden = self.ops.embed(batch.token_ids, self.weights.embedding)
+        residual: Array | None = None
+        for index, layer in enumerate(self.weights.layers):
+            # The norm adds the layer's output to the residual stream as it reads both: one pass instead of two.
+            normed, residual = self.ops.rms_norm(hidden, layer.input_norm, eps, residual)
+            attended = self._attention(index, layer, normed, batch, cache)
+            normed, residual = self.ops.rms_norm(attended, layer.post_attention_norm, eps, residual)
+            hidden = self._mlp(layer, normed)
+        hidden, _ = self.ops.rms_norm(hidden, self.weights.final_norm, eps, residual)
+        return hidden
+
+    def logits(self, hidden: Array, batch: Batch[Array]) -> Array:
+        """Logits of the tokens that sample, float32 [N, vocab_size]; the head runs on those rows only."""
+        return self.ops.linear(self.ops.take(hidden, batch.sampled), self.weights.head, None)
+
+    def _attention(
+        self, index: int, layer: LayerWeights[Array, Weight], x: Array, batch: Batch[Array], cache: Array
+    ) -> Array:
+        config = self.config
+        norms = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = (layer.q_norm, layer.k_norm, config.rms_norm_eps)
+        qkv = self.ops.linear(x, layer.qkv, layer.qkv_bias)
+        query = self.ops.rope_and_cache(qkv, self.rope, cache, index, batch, config.num_query_heads, norms)
+        scale = config.head_dim**-0.5
+        window = config.sliding_windows[index]
+        attended = self.ops.paged_attention(query, cache, index, batch, scale, window)
+        return self.ops.linear(attended, layer.output, layer.output_bias)
+
+    def _mlp(self, layer: LayerWeights[Array, Weight], x: Array) -> Array:
+        gate_up = self.ops.linear(x, layer.gate_up, layer.gate_up_bias)
+        return self.ops.linear(self.ops.silu_and_mul(gate_up), layer.down, layer.down_bias)

@@ -1,0 +1,250 @@
+"""ReferenceOps: the Ops protocol in plain NumPy, float32: the specification that other backends are tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from minipaged.ops import reference_sampling
+from minipaged.ops.base import Batch, Bias, CacheShape, HostArray, Penalties, Sampled, SamplingBatch
+from minipaged.ops.tensor import HostTensor
+
+Array = NDArray[np.generic]
+Matrix = NDArray[np.float32]
+
+
+class FinishedCopy:
+    """A copy that was made before the call returned."""
+
+    def done(self) -> bool:
+        """Always true."""
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class ReferenceOps:
+    """Implements `Ops[Array, Matrix]`; what its methods compute is described there.
+
+    Infinity and NaN take their course through the forward pass without a warning, as on every other device: they stay
+    in their own row, and `sample` reports them for that row.
+    """
+
+    name = "reference"
+
+    # Loading
+
+    def load_matrix(self, tensors: Sequence[HostTensor]) -> Matrix:
+        """float32 [sum of out_i, in]."""
+        stacked = np.empty((sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]), np.float32)
+        start = 0
+        for tensor in tensors:
+            stacked[start : start + tensor.shape[0]] = tensor.float32()
+            start += tensor.shape[0]
+        return stacked
+
+    def load_vector(self, tensors: Sequence[HostTensor]) -> Array:
+        """float32, concatenated."""
+        return np.concatenate([tensor.float32() for tensor in tensors])
+
+    def load_rope(self, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> Array:
+        """float32 [2, max_model_len, head_dim / 2]."""
+        return np.stack([cos, sin])
+
+    def allocate_cache(self, shape: CacheShape, dtype: str) -> Array:
+        """Zeros [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
+        return np.zeros(_dimensions(shape), _kv_dtype(dtype))
+
+    def allocate_host_cache(self, shape: CacheShape, dtype: str) -> NDArray[np.uint8]:
+        """Zeros [num_blocks, bytes per block]."""
+        num_blocks, *block = _dimensions(shape)
+        return np.zeros((num_blocks, int(np.prod(block)) * _kv_dtype(dtype).itemsize), np.uint8)
+
+    def upload(self, array: HostArray) -> Array:
+        """A copy, so that the caller may reuse its buffer."""
+        return array.copy()
+
+    def download(self, array: Array) -> NDArray[np.float32]:
+        """A copy, so that the caller may write to it."""
+        return _float32(array).copy()
+
+    def close(self) -> None:
+        """Nothing is held here: arrays are freed with their last reference."""
+
+    # The forward pass
+
+    def embed(self, token_ids: Array, table: Matrix) -> Array:
+        """Rows of the table."""
+        return table[_indices(token_ids)]
+
+    @np.errstate(all="ignore")
+    def rms_norm(self, hidden: Array, weight: Array, eps: float, residual: Array | None) -> tuple[Array, Array]:
+        """Normalised and weighted; and the sum before that."""
+        x = _float32(hidden)
+        if residual is not None:
+            x = x + _float32(residual)
+        return _rms_norm(x, _float32(weight), eps), x
+
+    @np.errstate(all="ignore")
+    def linear(self, x: Array, weight: Matrix, bias: Array | None) -> Array:
+        """x @ weight.T + bias."""
+        y = _float32(x) @ weight.T
+        return y if bias is None else y + _float32(bias)
+
+    @np.errstate(all="ignore")
+    def rope_and_cache(
+        self,
+        qkv: Array,
+        rope: Array,
+        cache: Array,
+        layer: int,
+        batch: Batch[Array],
+        num_query_heads: int,
+        norms: tuple[Array, Array, float] | None,
+    ) -> Array:
+        """The rotated q, [T, num_query_heads, head_dim]."""
+        _, _, _, num_kv_heads, block_size, head_dim = cache.shape
+        heads = _float32(qkv).reshape(len(qkv), num_query_heads + 2 * num_kv_heads, head_dim)
+        q, k, v = np.split(heads, [num_query_heads, num_query_heads + num_kv_heads], axis=1)
+        if norms is not None:
+            q_norm, k_norm, eps = norms
+            q = _rms_norm(q, _float32(q_norm), eps)
+            k = _rms_norm(k, _float32(k_norm), eps)
+
+        cos, sin = _float32(rope)[:, _indices(batch.positions), None]  # [T, 1, head_dim / 2] each
+        q = _rotate(q, cos, sin)
+        k = _rotate(k, cos, sin)
+
+        block, offset = np.divmod(_indices(batch.slots), block_size)
+        cache[block, layer, 0, :, offset] = k.astype(cache.dtype)
+        cache[block, layer, 1, :, offset] = v.astype(cache.dtype)
+        return q
+
+    @np.errstate(all="ignore")
+    def paged_attention(
+        self, query: Array, cache: Array, layer: int, batch: Batch[Array], scale: float, window: int | None
+    ) -> Array:
+        """softmax(scale q k.T) v over each token's positions, [T, num_query_heads * head_dim]."""
+        num_tokens, num_query_heads, head_dim = query.shape
+        num_kv_heads, block_size = cache.shape[3:5]
+        q = _float32(query).reshape(num_tokens, num_kv_heads, num_query_heads // num_kv_heads, head_dim)
+        positions = _indices(batch.positions)
+        starts = _indices(batch.query_starts)
+        tables = _indices(batch.block_tables)[_indices(batch.rows)]
+
+        attended = np.empty_like(q)
+        for start, end, table in zip(starts[:-1], starts[1:], tables, strict=True):
+            last = int(positions[start:end].max(initial=0))
+            blocks = table[: last // block_size + 1]
+            k = _by_head(cache[blocks, layer, 0])
+            v = _by_head(cache[blocks, layer, 1])
+            # One token at a time, so that what stands outside its positions is never touched: 0 * NaN would be NaN.
+            for t in range(start, end):
+                stop = int(positions[t]) + 1
+                first = 0 if window is None else max(0, stop - window)
+                scores = scale * (q[t] @ k[:, first:stop].swapaxes(1, 2))
+                attended[t] = _softmax(scores) @ v[:, first:stop]
+        return attended.reshape(num_tokens, num_query_heads * head_dim)
+
+    @np.errstate(all="ignore")
+    def silu_and_mul(self, gate_up: Array) -> Array:
+        """gate / (1 + exp(-gate)) * up."""
+        half = gate_up.shape[1] // 2
+        gate, up = _float32(gate_up)[:, :half], _float32(gate_up)[:, half:]
+        silu: NDArray[np.float32] = gate / (1 + np.exp(-gate))
+        return silu * up
+
+    def take(self, x: Array, indices: Array) -> Array:
+        """x[indices]."""
+        return x[_indices(indices)]
+
+    # Choosing tokens
+
+    def adjust_logits(self, logits: Array, penalties: Penalties[Array] | None, bias: Bias[Array] | None) -> Array:
+        """See `reference_sampling.adjust_logits`."""
+        return reference_sampling.adjust_logits(_float32(logits), penalties, bias)
+
+    def sample(self, logits: Array, raw_logits: Array, batch: SamplingBatch[Array]) -> Sampled:
+        """See `reference_sampling.sample`."""
+        return reference_sampling.sample(_float32(logits), _float32(raw_logits), batch)
+
+    # Blocks
+
+    def fill_blocks(self, cache: Array, blocks: Sequence[int], value: float) -> None:
+        """cache[blocks] = value."""
+        cache[list(blocks)] = np.float32(value).astype(cache.dtype)
+
+    def copy_blocks(self, cache: Array, pairs: Sequence[tuple[int, int]]) -> None:
+        """Every source is read before any destination is written."""
+        sources, destinations = _columns(pairs)
+        cache[destinations] = cache[sources]
+
+    def blocks_to_host(self, cache: Array, host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]) -> FinishedCopy:
+        """Done when it returns."""
+        device_blocks, host_blocks = _columns(pairs)
+        host[host_blocks] = _bytes(cache)[device_blocks]
+        return FinishedCopy()
+
+    def blocks_from_host(self, host: NDArray[np.uint8], cache: Array, pairs: Sequence[tuple[int, int]]) -> FinishedCopy:
+        """Done when it returns."""
+        host_blocks, device_blocks = _columns(pairs)
+        _bytes(cache)[device_blocks] = host[host_blocks]
+        return FinishedCopy()
+
+
+def _float32(array: Array) -> NDArray[np.float32]:
+    return array.astype(np.float32, copy=False)
+
+
+def _indices(array: Array) -> NDArray[np.int64]:
+    return array.astype(np.int64, copy=False)
+
+
+def _dimensions(shape: CacheShape) -> tuple[int, ...]:
+    return (shape.num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+
+
+def _kv_dtype(name: str) -> np.dtype[np.generic]:
+    kinds: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16}
+    if name == "bfloat16":
+        import ml_dtypes  # noqa: PLC0415
+
+        kinds["bfloat16"] = ml_dtypes.bfloat16
+    return np.dtype(kinds[name])
+
+
+def _rms_norm(x: NDArray[np.float32], weight: NDArray[np.float32], eps: float) -> NDArray[np.float32]:
+    normed: NDArray[np.float32] = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + np.float32(eps))
+    return normed * weight
+
+
+def _rotate(x: NDArray[np.float32], cos: NDArray[np.float32], sin: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Element i and element i + half of each head are the two coordinates of a plane."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _by_head(blocks: Array) -> NDArray[np.float32]:
+    """[blocks, num_kv_heads, block_size, head_dim] -> [num_kv_heads, positions, head_dim]."""
+    num_blocks, num_kv_heads, block_size, head_dim = blocks.shape
+    return _float32(blocks).swapaxes(0, 1).reshape(num_kv_heads, num_blocks * block_size, head_dim)
+
+
+def _softmax(scores: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Over the last axis, shifted by its maximum so that nothing overflows."""
+    weights: NDArray[np.float32] = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    total: NDArray[np.float32] = weights.sum(axis=-1, keepdims=True)
+    return weights / total
+
+
+def _bytes(cache: Array) -> NDArray[np.uint8]:
+    """The pool itself as [num_blocks, bytes per block]."""
+    return cache.reshape(len(cache), -1).view(np.uint8)
+
+
+def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    return [first for first, _ in pairs], [second for _, second in pairs]
