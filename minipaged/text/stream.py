@@ -47,7 +47,8 @@ class TextStream:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> None:
-        self._token_bytes = tokenizer.token_bytes_table(skip_special_tokens=skip_special_tokens)
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         prompt_tail = self._last_bytes(prompt_ids)
         self._decoder.decode(prompt_tail)
@@ -62,7 +63,7 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Take the next token; return the text that may be shown now, often all of its own, maybe none."""
-        text = self._decoder.decode(self._token_bytes.get(token_id, b""))
+        text = self._decoder.decode(self._token_bytes(token_id))
         if self._drop_space and text:
             self._drop_space = False
             text = text.removeprefix(" ")
@@ -80,6 +81,9 @@ class TextStream:
             return text
         return self._matcher.feed(text) + self._matcher.finish()
 
+    def _token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id, skip_special_tokens=self._skip_special_tokens)
+
     def _last_bytes(self, ids: Sequence[int]) -> bytes:
         """At least the last three bytes of `ids`, or all: no unfinished character of UTF-8 is longer.
 
@@ -87,7 +91,7 @@ class TextStream:
         """
         tail = b""
         for token_id in reversed(ids):
-            tail = self._token_bytes.get(token_id, b"") + tail
+            tail = self._token_bytes(token_id) + tail
             if len(tail) >= 3:
                 break
         return tail
