@@ -46,7 +46,15 @@ class YarnRope:
     """Whether the ramp's ends are rounded to whole dimensions."""
 
 
-RopeScaling = DefaultRope | LinearRope | Llama3Rope | YarnRope
+@dataclass(frozen=True, slots=True)
+class FactorsRope:
+    """Each frequency divided by a factor of its own: what a GGUF file stores where the rule was Llama 3.1's."""
+
+    factors: tuple[float, ...]
+    """One per pair of elements, head_dim / 2 of them, fastest frequency first."""
+
+
+RopeScaling = DefaultRope | LinearRope | Llama3Rope | YarnRope | FactorsRope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,15 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from minipaged.models.config import DefaultRope, LinearRope, Llama3Rope, ModelConfig, RopeScaling, YarnRope
+from minipaged.models.config import (
+    DefaultRope,
+    FactorsRope,
+    LinearRope,
+    Llama3Rope,
+    ModelConfig,
+    RopeScaling,
+    YarnRope,
+)
 
 
 def rope_tables(config: ModelConfig, max_model_len: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -29,6 +37,8 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> NDArray[np
             return kept
         case LinearRope():
             return kept / scaling.factor
+        case FactorsRope():
+            return kept / np.array(scaling.factors)
         case Llama3Rope():
             keep = _llama3_share(kept, scaling)
         case YarnRope():
