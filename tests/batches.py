@@ -1,0 +1,62 @@
+"""Batches over a paged cache, laid out as unfriendly as they may be, for tests of ops and models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minipaged.ops.base import Array, Batch, Ops, Weight
+
+NOWHERE = 2**30
+"""A block number that must not be used: where a table says nothing yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """Tokens of one sequence to compute: `token_ids` at positions start, start + 1, …"""
+
+    row: int
+    start: int
+    token_ids: Sequence[int]
+
+
+def shuffled_tables(
+    generator: np.random.Generator, lengths: Sequence[int], block_size: int, *, num_blocks: int
+) -> NDArray[np.int32]:
+    """Block tables int32 [len(lengths), blocks of the longest + 1] of sequences that own blocks in random order."""
+    needed = [-(-length // block_size) for length in lengths]
+    tables = np.full((len(lengths), max(needed, default=0) + 1), NOWHERE, np.int32)
+    free = generator.permutation(num_blocks)
+    for row, count in enumerate(needed):
+        tables[row, :count], free = free[:count], free[count:]
+    return tables
+
+
+def slots_of(table: NDArray[np.int32], positions: NDArray[np.int32], block_size: int) -> NDArray[np.int64]:
+    """Where a sequence's positions live."""
+    return table[positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+
+def make_batch(
+    ops: Ops[Array, Weight],
+    spans: Sequence[TokenSpan],
+    tables: NDArray[np.int32],
+    block_size: int,
+    sampled: Sequence[int] = (),
+) -> Batch[Array]:
+    """The step that computes these spans, one after the other."""
+    positions = [np.arange(span.start, span.start + len(span.token_ids), dtype=np.int32) for span in spans]
+    slots = [slots_of(tables[span.row], where, block_size) for span, where in zip(spans, positions, strict=True)]
+    counts = [len(span.token_ids) for span in spans]
+    return Batch(
+        token_ids=ops.upload(np.array([token for span in spans for token in span.token_ids], np.int32)),
+        positions=ops.upload(np.concatenate(positions)),
+        slots=ops.upload(np.concatenate(slots)),
+        query_starts=ops.upload(np.cumsum([0, *counts]).astype(np.int32)),
+        rows=ops.upload(np.array([span.row for span in spans], np.int32)),
+        block_tables=ops.upload(tables),
+        sampled=ops.upload(np.array(sampled, np.int32)),
+    )

@@ -1,0 +1,116 @@
+"""ReferenceOps against formulas in float64, one token or element at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from minipaged.ops.reference import ReferenceOps
+from minipaged.ops.tensor import HostTensor
+
+OPS = ReferenceOps()
+SIZES = st.integers(1, 9)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def normal(generator: np.random.Generator, *shape: int) -> NDArray[np.float32]:
+    return generator.standard_normal(shape, dtype=np.float32)
+
+
+def host_tensor(array: NDArray[np.float32]) -> HostTensor:
+    """Stored as its negative in float64, so that only `decode` tells what it holds."""
+    stored = (-array.astype(np.float64)).reshape(array.shape[0] if array.ndim == 2 else 1, -1)
+    return HostTensor(
+        name="weight",
+        shape=array.shape,
+        encoding="negated",
+        rows=stored.view(np.uint8),
+        decode=lambda rows: -rows.view(np.float64).astype(np.float32),
+    )
+
+
+@given(rows=st.lists(SIZES, min_size=1, max_size=3), columns=SIZES, seed=SEEDS)
+def test_load_matrix_decodes_and_stacks(rows: list[int], columns: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    parts = [normal(generator, count, columns) for count in rows]
+    loaded = OPS.load_matrix([host_tensor(part) for part in parts])
+    assert loaded.dtype == np.float32
+    np.testing.assert_array_equal(loaded, np.concatenate(parts))
+
+
+def test_load_vector_decodes_and_concatenates() -> None:
+    parts = [np.array([1, 2, 3], np.float32), np.array([4], np.float32)]
+    loaded = OPS.load_vector([host_tensor(part) for part in parts])
+    assert loaded.dtype == np.float32
+    assert loaded.tolist() == [1, 2, 3, 4]
+
+
+def test_uploads_and_downloads_are_copies() -> None:
+    source = np.array([1, 2], np.float32)
+    array = OPS.upload(source)
+    source[:] = 0
+    host = OPS.download(array)
+    host[0] = 7
+    assert array.tolist() == [1, 2]
+
+
+@given(tokens=SIZES, inner=SIZES, outer=SIZES, has_bias=st.booleans(), seed=SEEDS)
+def test_linear(tokens: int, inner: int, outer: int, has_bias: bool, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    x, weight, bias = normal(generator, tokens, inner), normal(generator, outer, inner), normal(generator, outer)
+    y = OPS.linear(x, weight, bias if has_bias else None)
+    assert y.dtype == np.float32
+    expected = np.einsum("ti,oi->to", x.astype(np.float64), weight) + (bias if has_bias else 0)
+    np.testing.assert_allclose(OPS.download(y), expected, atol=1e-5)
+
+
+def test_embed_and_take_are_rows() -> None:
+    table = np.arange(12, dtype=np.float32).reshape(4, 3)
+    indices = np.array([3, 0, 3], np.int32)
+    assert OPS.embed(indices, table).tolist() == [[9, 10, 11], [0, 1, 2], [9, 10, 11]]
+    assert OPS.take(table, indices).tolist() == [[9, 10, 11], [0, 1, 2], [9, 10, 11]]
+
+
+@given(tokens=SIZES, size=SIZES, has_residual=st.booleans(), scale=st.sampled_from([1e-4, 1.0, 1e3]), seed=SEEDS)
+def test_rms_norm(tokens: int, size: int, has_residual: bool, scale: float, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    hidden, residual = normal(generator, tokens, size) * np.float32(scale), normal(generator, tokens, size)
+    weight = normal(generator, size)
+    before = hidden.copy(), residual.copy()
+    normed, total = OPS.rms_norm(hidden, weight, 1e-5, residual if has_residual else None)
+    np.testing.assert_array_equal((hidden, residual), before)
+
+    x = hidden.astype(np.float64) + (residual if has_residual else 0)
+    np.testing.assert_allclose(OPS.download(total), x, rtol=1e-6, atol=1e-6 * scale)
+    for t in range(tokens):
+        root = np.sqrt(sum(value**2 for value in x[t]) / size + 1e-5)
+        np.testing.assert_allclose(OPS.download(normed)[t], x[t] / root * weight, rtol=1e-4, atol=1e-4)
+    assert normed.dtype == total.dtype == np.float32
+
+
+@given(tokens=SIZES, size=SIZES, scale=st.sampled_from([1.0, 30.0, 1e4]), seed=SEEDS)
+def test_silu_and_mul(tokens: int, size: int, scale: float, seed: int) -> None:
+    gate_up = normal(np.random.default_rng(seed), tokens, 2 * size) * np.float32(scale)
+    gate, up = gate_up[:, :size].astype(np.float64), gate_up[:, size:].astype(np.float64)
+    expected = gate * (1 + np.tanh(gate / 2)) / 2 * up  # the logistic function written without overflow
+    result = OPS.silu_and_mul(gate_up)
+    assert result.dtype == np.float32
+    np.testing.assert_allclose(OPS.download(result), expected, rtol=1e-5, atol=1e-9 * scale**2)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_nan_and_infinity_stay_in_their_row(poison: float) -> None:
+    generator = np.random.default_rng(0)
+    x, weight = normal(generator, 3, 8), normal(generator, 6, 8)
+    poisoned = x.copy()
+    poisoned[1] = poison
+    for clean, dirty in [
+        (OPS.linear(x, weight, None), OPS.linear(poisoned, weight, None)),
+        (OPS.rms_norm(x, weight[0], 1e-5, None)[0], OPS.rms_norm(poisoned, weight[0], 1e-5, None)[0]),
+        (OPS.silu_and_mul(x), OPS.silu_and_mul(poisoned)),
+    ]:
+        np.testing.assert_array_equal(clean[[0, 2]], dirty[[0, 2]])
+        assert not np.isfinite(OPS.download(dirty)[1]).any()
