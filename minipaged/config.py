@@ -42,6 +42,8 @@ class EngineConfig:
     """Reuse KV blocks of equal prompt beginnings."""
     preemption: PreemptionMode = "auto"
     """auto: swap if bytes / bandwidth is less than tokens x prefill cost, else recompute."""
+    swap_bandwidth: float = 10e9
+    """Bytes per second between device and host, each way, as assumed for that choice."""
     overlap: bool = True
     """Plan and queue the next step while the previous one runs and is delivered."""
     num_threads: int | None = None
@@ -58,6 +60,8 @@ class EngineConfig:
         _at_least("swap_memory", self.swap_memory, 0)
         if self.swap_blocks is not None:
             _at_least("swap_blocks", self.swap_blocks, 0)
+        if not 0 < self.swap_bandwidth < float("inf"):
+            raise ConfigError(f"EngineConfig.swap_bandwidth is {self.swap_bandwidth!r}; expected a finite number > 0.")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigError("num_blocks and kv_cache_memory both size the block pool; give one of them.")
         if self.swap_blocks is not None and self.swap_memory:

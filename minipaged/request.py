@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from minipaged.kv.table import BlockTable
 from minipaged.output import FinishReason
 from minipaged.params import SamplingParams
 
@@ -44,16 +45,15 @@ class Request:
     """Seconds on the engine's clock."""
     sequences: list[Sequence] = field(default_factory=list)
     """The n samples; index 0 computes the prompt, the others fork from it."""
+    is_forked: bool = False
+    """Whether the other samples have been forked from the first."""
+    num_prompt_logprobs: int = 0
+    """Prompt tokens whose log-probabilities have been reported."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when first scheduled."""
     submitted_at: float = 0.0
     scheduled_at: float | None = None
     """When first scheduled, seconds on the engine's clock."""
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Order of service: smaller first."""
-        return (self.priority, self.arrival)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,11 +68,26 @@ class Sequence:
     index: int
     token_ids: array[int]
     """Prompt and output."""
+    max_length: int
+    """Tokens, prompt included, at which it ends with reason "length"."""
+    table: BlockTable = field(default_factory=BlockTable)
     status: Status = Status.WAITING
     row: int = -1
+    """The runner's row, while running."""
     num_scheduled: int = 0
     num_computed: int = 0
+    horizon: int = 0
+    """Position from which a decode step needs more than the blocks at hand: a new block, a copy, or nothing at all."""
     finish_reason: FinishReason | None = None
+    ready_after: int = -1
+    """Preempted: the last plan that it took part in; its token is known once that plan is committed."""
+    swap_transfer: int | None = None
+    """Swapped out: the transfer that must finish before it can come back."""
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Order of service: smaller first, served before and preempted after larger."""
+        return (self.request.priority, self.request.arrival, self.index)
 
     @property
     def num_output_tokens(self) -> int:
