@@ -120,26 +120,30 @@ def _draw(
 ) -> int:
     """One token of one row [vocab_size]."""
     logits = np.minimum(logits, np.finfo(np.float32).max)
-    weights = np.exp((logits - logits.max()) / temperature)  # 1 for the most likely token
+    ids = np.arange(len(logits))  # those left, in id order, as in `logits` and `weights`
     if top_k < len(logits):
-        weights = _keep_only(weights, _largest(logits, top_k))
+        ids = _largest(logits, top_k)
+        logits = logits[ids]
+    weights = np.exp((logits - logits.max()) / temperature)  # 1 for the most likely token
     if top_p < 1:
-        weights = _keep_only(weights, _nucleus(logits, weights, float(top_p)))
+        kept = _nucleus(logits, weights, float(top_p))
+        ids, weights = ids[kept], weights[kept]
     if min_p > 0:
-        weights[weights < min_p] = 0
+        kept = np.flatnonzero(weights >= min_p)
+        ids, weights = ids[kept], weights[kept]
     cumulative = np.cumsum(weights, dtype=np.float64)
-    return int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
+    return int(ids[np.searchsorted(cumulative, u * cumulative[-1], side="right")])
 
 
 def _nucleus(logits: Logits, weights: NDArray[np.float32], top_p: float) -> Ids:
-    """The smallest number of most likely tokens whose weights reach top_p of all."""
+    """The smallest number of most likely tokens whose weights reach top_p of all, in id order."""
     size = min(NUCLEUS_GUESS, len(logits))
     target = top_p * np.cumsum(weights, dtype=np.float64)[-1]
     while True:
         ids = _most_likely(logits, size)
         cumulative = np.cumsum(weights[ids], dtype=np.float64)
         if cumulative[-1] >= target or size == len(logits):
-            return ids[: np.searchsorted(cumulative, target) + 1]
+            return np.sort(ids[: np.searchsorted(cumulative, target) + 1])
         size = min(16 * size, len(logits))
 
 
@@ -158,12 +162,6 @@ def _largest(logits: Logits, count: int) -> Ids:
     equal = np.flatnonzero(logits == threshold)
     keep[equal[: count - np.count_nonzero(keep)]] = True
     return np.flatnonzero(keep)
-
-
-def _keep_only(weights: NDArray[np.float32], ids: Ids) -> NDArray[np.float32]:
-    kept = np.zeros_like(weights)
-    kept[ids] = weights[ids]
-    return kept
 
 
 def _column(per_row: Array) -> NDArray[np.float32]:

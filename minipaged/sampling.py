@@ -1,0 +1,234 @@
+"""SamplingState: what the runner's rows need to choose tokens, as the arrays that `Ops` take."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minipaged.errors import RequestFailedError
+from minipaged.ops.base import Array, Bias, HostArray, Penalties, SamplingBatch
+from minipaged.params import LogitsCallback, SamplingParams
+from minipaged.step import Admission
+
+Rows = NDArray[np.int32]
+Indices = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class _Penalised:
+    """What penalties need to know of one row."""
+
+    prompt: NDArray[np.bool_]
+    """[vocab_size]"""
+    counts: NDArray[np.int32]
+    """[vocab_size]; updated in place with every token of the output."""
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class _Biased:
+    """One row's additions to the logits."""
+
+    token_ids: NDArray[np.int32]
+    values: NDArray[np.float32]
+    stop_ids: NDArray[np.int32]
+    stops_from: int
+    """Position from which on a stop token may be chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class _WithCallback:
+    """One row's logits callback and the tokens it is to see."""
+
+    callback: LogitsCallback
+    token_ids: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Selection(Generic[Array]):
+    """What stays the same for a choice of rows from step to step; indices count within the choice."""
+
+    rows: Rows
+    batch: SamplingBatch[Array]
+    penalised: Indices
+    biased: Indices
+    with_callback: Indices
+
+
+class SamplingState(Generic[Array]):
+    """Settings and history of every row, in arrays that are gathered by row numbers.
+
+    A row costs the same in each step at any context length. Choices of rows are remembered while the same array object
+    is passed again. Penalties keep two vectors of `vocab_size` for each row that asks for them, until the row is taken
+    by the next sequence.
+    """
+
+    def __init__(
+        self, upload: Callable[[HostArray], Array], *, max_running: int, vocab_size: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self._upload = upload
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._temperature = np.zeros(max_running, np.float32)
+        self._top_k = np.zeros(max_running, np.int32)
+        self._top_p = np.ones(max_running, np.float32)
+        self._min_p = np.zeros(max_running, np.float32)
+        self._seeds = np.zeros(max_running, np.uint64)
+        self._streams = np.zeros(max_running, np.uint32)
+        self._num_logprobs = np.full(max_running, -1, np.int32)
+        self._penalised: dict[int, _Penalised] = {}
+        self._biased: dict[int, _Biased] = {}
+        self._with_callback: dict[int, _WithCallback] = {}
+        self._selection: _Selection[Array] | None = None
+
+    def admit(self, admission: Admission) -> None:
+        """A sequence takes a row; its history is rebuilt from its tokens."""
+        row, params = admission.row, admission.params
+        self._selection = None
+        self._temperature[row] = params.temperature
+        self._top_k[row] = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
+        self._top_p[row] = params.top_p
+        self._min_p[row] = params.min_p
+        self._seeds[row] = admission.seed
+        self._streams[row] = admission.sample_index
+        self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+
+        for history in (self._penalised, self._biased, self._with_callback):
+            history.pop(row, None)
+        if params.has_penalties:
+            self._penalised[row] = self._penalties_of(admission)
+        if params.logit_bias or params.min_tokens:
+            self._biased[row] = self._bias_of(admission)
+        if params.logits_callback is not None:
+            self._with_callback[row] = _WithCallback(params.logits_callback, admission.token_ids[:])
+
+    def append(self, rows: Rows, token_ids: NDArray[np.int32]) -> None:
+        """These tokens were chosen, one per row."""
+        if not self._penalised and not self._with_callback:
+            return
+        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            if row in self._penalised:
+                self._penalised[row].counts[token_id] += 1
+            if row in self._with_callback:
+                self._with_callback[row].token_ids.append(token_id)
+
+    def batch(self, rows: Rows, positions: NDArray[np.int32]) -> SamplingBatch[Array]:
+        """For rows [N] whose tokens at positions [N] are to be chosen."""
+        return dataclasses.replace(self._select(rows).batch, positions=self._upload(positions.astype(np.uint32)))
+
+    def penalties(self, rows: Rows) -> Penalties[Array] | None:
+        """Those of the rows that have any."""
+        indices = self._select(rows).penalised
+        if indices.size == 0:
+            return None
+        penalised = [self._penalised[row] for row in rows[indices].tolist()]
+        upload = self._upload
+        return Penalties(
+            rows=upload(indices.astype(np.int32)),
+            prompt=upload(np.stack([state.prompt for state in penalised])),
+            counts=upload(np.stack([state.counts for state in penalised])),
+            repetition=upload(np.array([state.params.repetition_penalty for state in penalised], np.float32)),
+            presence=upload(np.array([state.params.presence_penalty for state in penalised], np.float32)),
+            frequency=upload(np.array([state.params.frequency_penalty for state in penalised], np.float32)),
+        )
+
+    def bias(self, rows: Rows, positions: NDArray[np.int32]) -> Bias[Array] | None:
+        """That of the rows that have any: logit_bias, and -inf for stop tokens before min_tokens."""
+        indices: list[int] = []
+        token_ids: list[NDArray[np.int32]] = []
+        values: list[NDArray[np.float32]] = []
+        for index in self._select(rows).biased.tolist():
+            biased = self._biased[int(rows[index])]
+            indices.append(index)
+            token_ids.append(biased.token_ids)
+            values.append(biased.values)
+            if positions[index] < biased.stops_from:
+                indices.append(index)
+                token_ids.append(biased.stop_ids)
+                values.append(np.full(len(biased.stop_ids), -np.inf, np.float32))
+        if sum(map(len, token_ids)) == 0:
+            return None
+        return Bias(
+            rows=self._upload(np.repeat(np.array(indices, np.int32), [len(ids) for ids in token_ids])),
+            token_ids=self._upload(np.concatenate(token_ids)),
+            values=self._upload(np.concatenate(values)),
+        )
+
+    def with_callback(self, rows: Rows) -> Indices:
+        """Indices of the rows that have a logits callback."""
+        return self._select(rows).with_callback
+
+    def call_back(self, row: int, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """What the row's callback makes of its logits [vocab_size], which it may change.
+
+        Raises `RequestFailedError` if the callback raises, or returns anything else than real numbers [vocab_size].
+        """
+        state = self._with_callback[row]
+        try:
+            returned = np.asarray(state.callback(state.token_ids[:], logits))
+            with np.errstate(over="ignore"):  # a large negative float64 is -inf
+                adjusted = returned.astype(np.float32, casting="same_kind")
+        except Exception as error:
+            raise RequestFailedError(f"The logits callback failed: {type(error).__name__}: {error}") from error
+        if adjusted.shape != logits.shape:
+            raise RequestFailedError(
+                f"The logits callback returned an array of shape {adjusted.shape}; expected {logits.shape}, "
+                "a logit for each token of the vocabulary."
+            )
+        return adjusted
+
+    def num_logprobs(self, rows: Rows) -> NDArray[np.int32]:
+        """How many most likely tokens each row asked for; -1: no log-probabilities at all."""
+        return self._num_logprobs[rows]
+
+    def _select(self, rows: Rows) -> _Selection[Array]:
+        if self._selection is None or self._selection.rows is not rows:
+            temperature = self._temperature[rows]
+            upload = self._upload
+            self._selection = _Selection(
+                rows=rows,
+                batch=SamplingBatch(
+                    temperature=upload(temperature),
+                    top_k=upload(self._top_k[rows]),
+                    top_p=upload(self._top_p[rows]),
+                    min_p=upload(self._min_p[rows]),
+                    seeds=upload(self._seeds[rows]),
+                    streams=upload(self._streams[rows]),
+                    positions=upload(np.zeros(len(rows), np.uint32)),
+                    num_logprobs=int(self._num_logprobs[rows].max(initial=-1)),
+                    all_greedy=not temperature.any(),
+                ),
+                penalised=_indices_in(rows, self._penalised),
+                biased=_indices_in(rows, self._biased),
+                with_callback=_indices_in(rows, self._with_callback),
+            )
+        return self._selection
+
+    def _penalties_of(self, admission: Admission) -> _Penalised:
+        token_ids = np.frombuffer(admission.token_ids, np.int32)
+        prompt = np.zeros(self._vocab_size, np.bool_)
+        prompt[token_ids[: admission.prompt_length]] = True
+        counts = np.bincount(token_ids[admission.prompt_length :], minlength=self._vocab_size)
+        return _Penalised(prompt, counts.astype(np.int32), admission.params)
+
+    def _bias_of(self, admission: Admission) -> _Biased:
+        params = admission.params
+        stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos_token_ids))
+        return _Biased(
+            token_ids=np.array(list(params.logit_bias.keys()), np.int32),
+            values=np.array(list(params.logit_bias.values()), np.float32),
+            stop_ids=np.array(sorted(stop_ids), np.int32),
+            stops_from=admission.prompt_length + params.min_tokens,
+        )
+
+
+def _indices_in(rows: Rows, states: dict[int, _Penalised] | dict[int, _Biased] | dict[int, _WithCallback]) -> Indices:
+    if not states:
+        return np.empty(0, np.intp)
+    return np.array([index for index, row in enumerate(rows.tolist()) if row in states], np.intp)
