@@ -49,12 +49,19 @@ def _read_object(path: Path) -> dict[str, object]:
     if not path.is_file():
         return {}
     try:
-        content: object = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content: object = json.loads(_read_text(path))
+    except ValueError as error:
         raise ModelLoadError(f"{path} cannot be read as JSON: {error}. Download the file again") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path} holds a JSON {type(content).__name__}, expected an object")
     return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read as UTF-8: {error}. Download the file again") from error
 
 
 def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
@@ -95,7 +102,7 @@ def _chat_templates(folder: Path, config: Mapping[str, object]) -> dict[str, str
     """All chat templates by name. Files of their own outrank tokenizer_config.json, as in transformers."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    templates = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    templates = {name: _read_text(path) for name, path in files.items() if path.is_file()}
     if templates:
         return templates
     given = config.get("chat_template")

@@ -23,7 +23,7 @@ import sentencepiece
 import tokenizers
 import transformers
 
-from tests.text.samples import DECOMPOSED, SAMPLES
+from tests.text.samples import DECOMPOSED, SAMPLES, SPECIAL
 
 TEXTS = list(SAMPLES.values())
 # To train on: the samples, and enough repetition that whole words become tokens.
@@ -32,7 +32,8 @@ CORPUS = [*TEXTS, *(word for text in TEXTS for word in text.split(" ") for _ in 
 
 def llama_cpp_ids(path: str) -> dict[str, list[int]]:
     model = llama_cpp.Llama(path, vocab_only=True, verbose=False)
-    return {name: model.tokenize(text.encode(), add_bos=False, special=True) for name, text in SAMPLES.items()}
+    texts = SAMPLES | {"special": SPECIAL}
+    return {name: model.tokenize(text.encode(), add_bos=False, special=True) for name, text in texts.items()}
 
 
 def llama_cpp_ids_of(metadata: dict[str, object]) -> dict[str, list[int]]:

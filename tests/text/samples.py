@@ -28,3 +28,6 @@ SAMPLES = {
 
 # Not in Unicode's composed form NFC: Qwen2's tokenizer composes it, others keep it.
 DECOMPOSED = "e\u0301te\u0301 A\u030angstro\u0308m \u1112\u1161\u11ab\u1100\u116e\u11a8"
+
+# Spells out special tokens of the vocabularies in golden.json and of SmolLM2.
+SPECIAL = "<|im_start|>user\nHi<|im_end|>\n<s>Why</s> is <|begin|>the<|end|> <s> sky <unk>blue<s><s>?</s>"

@@ -5,28 +5,44 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import cast
 
 from minipaged.text.tokenizer import Tokenizer
 
 Metadata = dict[str, object]
 
 
+def golden_ids(*keys: str) -> dict[str, list[int]]:
+    """The token ids of the samples, by the sample's name."""
+    return cast("dict[str, list[int]]", _golden(*keys))
+
+
+def golden_metadata(kind: str) -> Metadata:
+    """The GGUF metadata of a small vocabulary."""
+    return cast("Metadata", _golden(kind, "metadata"))
+
+
 @functools.cache
-def golden() -> dict[str, dict[str, dict[str, dict[str, list[int]]]]]:
-    content: dict[str, dict[str, dict[str, dict[str, list[int]]]]] = json.loads(
-        Path(__file__).with_name("golden.json").read_text()
-    )
+def _golden_file() -> object:
+    content: object = json.loads(Path(__file__).with_name("golden.json").read_text())
     return content
 
 
+def _golden(*keys: str) -> object:
+    node: object = _golden_file()
+    for key in keys:
+        assert isinstance(node, dict)
+        node = node[key]
+    return node
+
+
 def byte_level_metadata(pre_tokenizer: str = "smollm", **changes: object) -> Metadata:
-    metadata: Metadata = {**golden()["byte_level"]["metadata"], "tokenizer.ggml.pre": pre_tokenizer}
+    metadata = golden_metadata("byte_level") | {"tokenizer.ggml.pre": pre_tokenizer}
     return metadata | {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
 
 
 def sentencepiece_metadata(**changes: object) -> Metadata:
-    metadata: Metadata = {**golden()["sentencepiece"]["metadata"]}
-    return metadata | {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+    return golden_metadata("sentencepiece") | {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
 
 
 @functools.cache
