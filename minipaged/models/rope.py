@@ -38,7 +38,7 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> NDArray[np
         case LinearRope():
             return kept / scaling.factor
         case FactorsRope():
-            return kept / np.array(scaling.factors)
+            return kept / np.array(scaling.factors, np.float64)
         case Llama3Rope():
             keep = _llama3_share(kept, scaling)
         case YarnRope():
