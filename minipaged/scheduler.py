@@ -133,8 +133,8 @@ class Scheduler:
             )
         if request.params.n > self._config.max_running:
             raise InvalidRequestError(
-                f"Request {request.id!r} asks for n = {request.params.n} samples but at most {self._config.max_running} "
-                "sequences run at once; lower n, or raise max_running."
+                f"Request {request.id!r} asks for n = {request.params.n} samples but at most "
+                f"{self._config.max_running} sequences run at once; lower n, or raise max_running."
             )
         if self._num_new >= self._config.max_waiting:
             raise EngineBusyError(
@@ -187,6 +187,8 @@ class Scheduler:
             self._start_decoding(sequence, draft)
         for source, _ in draft.copies:
             self.kv.release_block(source)
+        if not (rows or draft.chunks or draft.swap_out or self._in_flight) and draft.preempted:
+            return self.plan(now)  # the only sequence made way for itself; now it can come back
         # With nothing to compute but a copy under way, an empty plan lets the runner wait for it.
         is_waiting_for_copy = self.kv.host.num_pending > 0 and not self._in_flight
         if not (rows or draft.chunks or draft.swap_out or draft.swap_in or is_waiting_for_copy):
@@ -239,8 +241,19 @@ class Scheduler:
                 del self._decoding[sequence]
                 self._ending[sequence] = None
                 self._decode_batch = None
+            elif self._may_write(sequence, draft):
+                self._set_horizon(sequence)
             elif self._make_room(sequence, draft):
                 self._extend(sequence, draft)
+
+    def _may_write(self, sequence: Sequence, draft: _Draft) -> bool:
+        """Whether a sequence can write its next token into the blocks it has."""
+        blocks, column = sequence.table.blocks, sequence.num_scheduled // self._config.block_size
+        if column == len(blocks):
+            return False
+        # Sources of this plan's copies are still owned on behalf of tables that have left them.
+        gone = sum(1 for source, _ in draft.copies if source == blocks[column])
+        return self.kv.is_writable(blocks[column], gone)
 
     def _make_room(self, sequence: Sequence, draft: _Draft) -> bool:
         """Whether a block can be had for a running sequence, by preemption if need be, of itself if it ranks worst."""
@@ -255,15 +268,12 @@ class Scheduler:
         return True
 
     def _extend(self, sequence: Sequence, draft: _Draft) -> None:
-        """One more block for the sequence, or a copy of the shared one that it is about to write into."""
+        """One more block for the sequence, or its own copy of the shared one that it is about to write into."""
         blocks, column = sequence.table.blocks, sequence.num_scheduled // self._config.block_size
         if column == len(blocks):
             blocks.append(self.kv.allocate())
         else:
-            # Sources of this plan's copies are still owned on behalf of tables that have left them.
-            gone = sum(1 for source, _ in draft.copies if source == blocks[column])
-            if not self.kv.is_writable(blocks[column], gone):
-                draft.copies.append(self.kv.make_writable(sequence.table, column))
+            draft.copies.append(self.kv.make_writable(sequence.table, column))
         draft.table_updates.append(TableUpdate(sequence.row, column, blocks[column]))
         draft.extended.add(sequence)
         self._set_horizon(sequence)

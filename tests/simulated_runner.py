@@ -1,0 +1,136 @@
+"""A runner without a model: its KV are symbols, so that every read is checked to be what the sequence alone would have.
+
+The "KV" of position p is the hash of the tokens 0..p; the next token is a function of the hash of all tokens. A wrong
+block, a missed copy, a stale slot or a wrong position shows at once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from minipaged.step import StepPlan, StepResult, Transfer
+
+POISON = "poison"
+Slot = int | str | None
+
+
+def prefix_hash(token_ids: Sequence[int]) -> int:
+    """The symbolic KV of the last of these tokens."""
+    return hash(tuple(token_ids))
+
+
+def next_token(token_ids: Sequence[int], sample_index: int, vocab_size: int) -> int:
+    """What a sequence with these tokens samples next."""
+    return hash((sample_index, tuple(token_ids))) % vocab_size
+
+
+def alone(
+    prompt: Sequence[int], sample_index: int, vocab_size: int, stop: frozenset[int], max_length: int
+) -> list[int]:
+    """All tokens of a sequence that runs by itself."""
+    tokens = list(prompt)
+    while len(tokens) < max_length:
+        tokens.append(next_token(tokens, sample_index, vocab_size))
+        if tokens[-1] in stop:
+            break
+    return tokens
+
+
+@dataclass
+class Row:
+    """What the runner remembers of a running sequence."""
+
+    tokens: array[int]
+    table: list[int]
+    sample_index: int
+
+
+class SimulatedRunner:
+    """Executes plans over symbolic KV. `delay` is how many steps a copy to or from the host takes to be reported."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        swap_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        delay: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.block_size, self.vocab_size, self.delay = block_size, vocab_size, delay
+        self.device: list[list[Slot]] = [[POISON] * block_size for _ in range(num_blocks)]
+        self.host: list[list[Slot]] = [[POISON] * block_size for _ in range(swap_blocks)]
+        self.rows: dict[int, Row] = {}
+        self.copying: deque[tuple[Transfer, int, bool]] = deque()
+        self.prefilled = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        finished = self._transfers(plan)
+        for source, destination in plan.copies:
+            self.device[destination] = list(self.device[source])
+        for admission in plan.admissions:
+            tokens = array("i", admission.token_ids)
+            self.rows[admission.row] = Row(tokens, list(admission.blocks), admission.sample_index)
+        for row, column, block in plan.table_updates:
+            table = self.rows[row].table
+            if column == len(table):
+                table.append(block)
+            else:
+                table[column] = block
+        sampled: list[int] = []
+        for row in plan.decode_rows:
+            tokens = self.rows[row].tokens
+            self._write(row, len(tokens) - 1, 1)
+            sampled.append(self._sample(row))
+        for chunk in plan.chunks:
+            assert chunk.num_tokens > 0
+            self.prefilled += chunk.num_tokens
+            self._write(chunk.row, chunk.start, chunk.num_tokens)
+            if chunk.samples:
+                assert chunk.start + chunk.num_tokens == len(self.rows[chunk.row].tokens)
+                sampled.append(self._sample(chunk.row))
+        return StepResult(plan.id, sampled, finished_transfers=finished)
+
+    def _transfers(self, plan: StepPlan) -> tuple[int, ...]:
+        for block in plan.poison:
+            self.device[block] = [POISON] * self.block_size
+        for transfer in plan.swap_out:
+            self.copying.append((transfer, self.delay(), True))
+        for transfer in plan.swap_in:
+            for source, destination in transfer.pairs:
+                self.device[destination] = list(self.host[source])
+            self.copying.append((transfer, self.delay(), False))
+        if not plan.num_tokens and self.copying:  # nothing else to do: wait for the first
+            transfer, _, outward = self.copying[0]
+            self.copying[0] = (transfer, 0, outward)
+        finished, remaining = [], deque[tuple[Transfer, int, bool]]()
+        for transfer, steps, outward in self.copying:
+            if steps > 0:
+                remaining.append((transfer, steps - 1, outward))
+                continue
+            if outward:  # the copy happens as late as possible, so that a block reused too early shows
+                for source, destination in transfer.pairs:
+                    self.host[destination] = list(self.device[source])
+            finished.append(transfer.id)
+        self.copying = remaining
+        return tuple(finished)
+
+    def _write(self, row: int, start: int, num_tokens: int) -> None:
+        state = self.rows[row]
+        for position in range(start, start + num_tokens):
+            block = self.device[state.table[position // self.block_size]]
+            block[position % self.block_size] = prefix_hash(state.tokens[: position + 1])
+
+    def _sample(self, row: int) -> int:
+        state = self.rows[row]
+        for position in range(len(state.tokens)):
+            found = self.device[state.table[position // self.block_size]][position % self.block_size]
+            assert found == prefix_hash(state.tokens[: position + 1]), (
+                f"row {row} reads another KV at {position}: {found}"
+            )
+        token = next_token(state.tokens, state.sample_index, self.vocab_size)
+        state.tokens.append(token)
+        return token
