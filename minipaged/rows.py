@@ -120,7 +120,7 @@ class Rows:
             tables[row, : len(admission.blocks)] = admission.blocks
             admissions[row] = admission
         for row, column, block in plan.table_updates:
-            _require(tables[row, column] == -1 or block >= 0, f"row {row}: column {column} loses its block")
+            _require(row in admissions, f"row {row} gets a block without an admission")
             tables[row, column] = block
 
         for row in plan.decode_rows:
