@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from minipaged.errors import InvalidRequestError, ModelLoadError
 from minipaged.text.tokenizer import Tokenizer
 from tests.text.samples import SAMPLES
-from tests.text.vocabularies import KINDS, byte_level_metadata, tokenizer
+from tests.text.vocabularies import KINDS, byte_level_metadata, golden_metadata, tokenizer
 
 
 def write_folder(
@@ -172,3 +172,25 @@ def test_threads_can_share_a_tokenizer() -> None:
     texts = [text * 5 for text in SAMPLES.values()] * 4
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(encoder.encode, texts)) == [encoder.encode(text) for text in texts]
+
+
+@pytest.mark.parametrize("adds_space", [True, False])
+def test_a_sentencepiece_style_folder(tmp_path: Path, adds_space: bool) -> None:
+    metadata = golden_metadata("sentencepiece")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("▁", "s")], byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if adds_space else "never", split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if adds_space else steps)
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": true}')
+
+    encoder = Tokenizer.from_file(tmp_path / "tokenizer.json")
+    assert encoder.adds_space_prefix == adds_space
+    ids = encoder.encode("sky 🜁")
+    assert ids[:2] == [1, vocabulary["▁s" if adds_space else "s"]]
+    assert encoder.id_to_token(ids[-1]) == "<0x81>"
+    assert encoder.decode(ids) == "sky 🜁"
