@@ -52,6 +52,9 @@ class PrefixCache:
         known = self._entries.get(key)
         if known is not None:
             return self._nodes[known]
+        if self._keys[block] is not None:
+            # Another owner of this block has published it, below an equal parent that has been forgotten since.
+            return self._nodes[block]
         self._last_node += 1
         self._entries[key] = block
         self._keys[block] = key
