@@ -1,0 +1,80 @@
+"""`minipaged info`: what a model is, and what its KV cache takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from minipaged.cli.loading_bar import loading_bar
+from minipaged.cli.sizes import format_size
+from minipaged.config import EngineConfig
+from minipaged.kv import ledger
+from minipaged.models.config import ModelConfig
+from minipaged.models.hub import resolve_model
+from minipaged.models.source import ModelSource, open_model
+
+ELEMENT_TYPES = ("float32", "float16")
+
+
+def run(model: str | None, kv_memory: int) -> None:
+    """Print two columns. `kv_memory`: bytes for the KV cache."""
+    with loading_bar() as progress:
+        path = resolve_model(model, progress)
+    source = open_model(path)
+    with source.checkpoint:
+        rows = [*_model_rows(source), *_cache_rows(source.config, kv_memory)]
+    width = max(len(label) for label, _ in rows)
+    for label, value in rows:
+        typer.echo(f"{label:<{width}}  {value}")
+
+
+def _model_rows(source: ModelSource) -> list[tuple[str, str]]:
+    config = source.config
+    bits = 8 * source.num_bytes / source.num_parameters
+    windows = {window for window in config.sliding_windows if window is not None}
+    attention = f"{config.num_query_heads} query heads, {config.num_kv_heads} KV heads, head_dim {config.head_dim}"
+    if windows:
+        attention += f", sliding window of {max(windows)} tokens"
+    return [
+        ("Model", _shown(source.path)),
+        ("Architecture", f"{config.architecture}, {config.num_layers} layers, hidden size {config.hidden_size}"),
+        ("Attention", attention),
+        ("Vocabulary", f"{config.vocab_size:,} tokens"),
+        ("Context length", f"{config.max_position_embeddings:,} tokens"),
+        ("Parameters", f"{_count(source.num_parameters)}, {bits:.1f} bits each"),
+        ("Weights on disk", format_size(source.num_bytes)),
+    ]
+
+
+def _cache_rows(config: ModelConfig, kv_memory: int) -> list[tuple[str, str]]:
+    block_size = EngineConfig().block_size
+    rows = []
+    for dtype in ELEMENT_TYPES:
+        token_bytes = ledger.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+        block_bytes = ledger.block_bytes(block_size, token_bytes)
+        blocks = ledger.blocks_in_budget(kv_memory, block_bytes)
+        tokens = blocks * block_size
+        rows.append(
+            (f"KV cache, {dtype}", f"{format_size(token_bytes)} per token, {format_size(block_bytes)} per block")
+        )
+        rows.append(
+            (
+                f"  in {format_size(kv_memory)}",
+                f"{blocks:,} blocks of {block_size} tokens = {tokens:,} tokens, "
+                f"{tokens / config.max_position_embeddings:.3g} sequences of full context length",
+            )
+        )
+    return rows
+
+
+def _shown(path: Path) -> str:
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
+
+
+def _count(number: int) -> str:
+    for unit, name in ((10**9, "billion"), (10**6, "million")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:,}"
