@@ -1,0 +1,75 @@
+"""Capacity: how many KV blocks an engine has, and how long a sequence they let grow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minipaged.config import EngineConfig
+from minipaged.errors import ConfigError
+from minipaged.kv.ledger import block_bytes, blocks_for, blocks_in_budget, bytes_per_token
+from minipaged.models.config import ModelConfig
+
+DEFAULT_KV_CACHE_MEMORY = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What `EngineConfig` comes to for one model."""
+
+    block_bytes: int
+    """Bytes of one KV block, all layers."""
+    num_blocks: int
+    swap_blocks: int
+    """Blocks of the host pool."""
+    max_model_len: int
+    """Most tokens in a sequence, prompt and output."""
+
+
+def plan_capacity(config: EngineConfig, model: ModelConfig, kv_dtype: str) -> Capacity:
+    """Do the arithmetic. Raises `ConfigError` where the settings do not fit the model or each other."""
+    limit = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, more than the {limit} positions that the model was made for "
+            f"(max_position_embeddings); give at most {limit}."
+        )
+    token_bytes = bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kv_dtype)
+    per_block = block_bytes(config.block_size, token_bytes)
+    num_blocks = _num_blocks(config, config.max_model_len or limit, token_bytes, per_block)
+    swap_blocks = config.swap_blocks
+    if swap_blocks is None:
+        swap_blocks = _whole_blocks("swap_memory", config.swap_memory, config, token_bytes) if config.swap_memory else 0
+    pool_tokens = num_blocks * config.block_size
+    if config.max_model_len is not None and config.max_model_len > pool_tokens:
+        needed = blocks_for(config.max_model_len, config.block_size)
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len} but the pool of {num_blocks} KV blocks x {config.block_size} "
+            f"tokens holds {pool_tokens}. Give num_blocks >= {needed}, or kv_cache_memory >= {needed * per_block} "
+            f"bytes ({per_block} per block), or max_model_len <= {pool_tokens}."
+        )
+    return Capacity(
+        block_bytes=per_block,
+        num_blocks=num_blocks,
+        swap_blocks=swap_blocks,
+        max_model_len=config.max_model_len or min(limit, pool_tokens),
+    )
+
+
+def _num_blocks(config: EngineConfig, max_length: int, token_bytes: int, per_block: int) -> int:
+    if config.num_blocks is not None:
+        return config.num_blocks
+    if config.kv_cache_memory is not None:
+        return _whole_blocks("kv_cache_memory", config.kv_cache_memory, config, token_bytes)
+    affordable = _whole_blocks("kv_cache_memory (by default)", DEFAULT_KV_CACHE_MEMORY, config, token_bytes)
+    return min(affordable, config.max_running * blocks_for(max_length, config.block_size))
+
+
+def _whole_blocks(name: str, memory: int, config: EngineConfig, token_bytes: int) -> int:
+    per_block = block_bytes(config.block_size, token_bytes)
+    count = blocks_in_budget(memory, per_block)
+    if count == 0:
+        raise ConfigError(
+            f"{name} is {memory} bytes, less than one KV block of {per_block} bytes ({config.block_size} tokens x "
+            f"{token_bytes} bytes per token). Give at least {per_block}, or lower block_size ({config.block_size})."
+        )
+    return count

@@ -1,0 +1,186 @@
+"""TokenStream: what a caller holds of a running request. Outbox: what the engine holds of its caller."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import TracebackType
+from typing import Self, TypeVar
+
+import anyio
+
+from minipaged.output import Completion, Token
+from minipaged.worker import Post
+
+T = TypeVar("T")
+
+
+class Outbox:
+    """Where the engine leaves a request's tokens and its stream collects them. Used on the event loop's thread.
+
+    Unbounded, so that a slow consumer gets every token and slows nobody.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: deque[Token] = deque()
+        self._completion: Completion | None = None
+        self._error: Exception | None = None
+        self._waiting: list[anyio.Event] = []
+
+    @property
+    def ended(self) -> bool:
+        """Whether the one terminal event, a completion or an error, has come. Readable from any thread."""
+        return self._completion is not None or self._error is not None
+
+    def put(self, token: Token) -> None:
+        """One more token."""
+        self._tokens.append(token)
+        self._wake()
+
+    def finish(self, completion: Completion) -> None:
+        """The request ended well, or its caller aborted it."""
+        assert not self.ended
+        self._completion = completion
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """The request ended with an error."""
+        assert not self.ended
+        self._error = error
+        self._wake()
+
+    async def next_token(self) -> Token | None:
+        """The oldest token not yet taken; None after the last. Raises the request's error after its tokens."""
+        while not self._tokens and not self.ended:
+            await self._change()
+        if self._tokens:
+            return self._tokens.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    async def completion(self) -> Completion:
+        """Wait for the terminal event; tokens not yet taken stay."""
+        while not self.ended:
+            await self._change()
+        if self._error is not None:
+            raise self._error
+        assert self._completion is not None
+        return self._completion
+
+    async def _change(self) -> None:
+        changed = anyio.Event()
+        self._waiting.append(changed)
+        await changed.wait()
+
+    def _wake(self) -> None:
+        for changed in self._waiting:
+            changed.set()
+        self._waiting.clear()
+
+
+class TokenStream:
+    """The tokens of one request, as they come: `async for token in stream`.
+
+    The engine works on whether or not anyone iterates, and keeps every token until it is taken; a token is taken once.
+    Nobody has to close a stream. The request is aborted, and its memory free within two steps, when
+
+    - the loop over it is left early, by `break`, an exception or the task's cancellation,
+    - a task waiting in `completion()` or `anext()` is cancelled,
+    - `abort()`, `aclose()` or the end of `async with` says so,
+    - the stream itself is lost to garbage collection,
+
+    unless another task still iterates over it or waits for its completion. An aborted request is no error: iteration
+    ends after the tokens there were, and `completion()` returns what was generated, with finish reason "abort".
+
+    What goes wrong is raised by iteration, after the tokens that came before, and by `completion()`:
+    `RequestTimeoutError`, `RequestFailedError` for this request alone, `RequestAbortedError` if the engine was closed
+    meanwhile, `EngineDeadError` if it failed, `InvalidRequestError` if the prompt cannot be encoded or does not fit.
+    """
+
+    def __init__(self, request_id: str, outbox: Outbox, abort: Callable[[], None], post: Post) -> None:
+        self.request_id = request_id
+        """The id given to `generate`, or made by it."""
+        self._outbox = outbox
+        self._abort = abort
+        self._post = post
+        self._consumers = 0  # loops under way, and tasks that wait
+
+    def __aiter__(self) -> AsyncIterator[Token]:
+        return _Iteration(self)
+
+    async def __anext__(self) -> Token:
+        return await self._wait_for(self._next_token)
+
+    async def completion(self) -> Completion:
+        """Wait until the request has ended; what it generated, its usage and timings.
+
+        Needs no iteration, can follow one, run beside one, and be called again.
+        """
+        return await self._wait_for(self._outbox.completion)
+
+    def abort(self) -> None:
+        """End the request now. On the event loop's thread; does nothing once it has ended."""
+        self._abort()
+
+    async def aclose(self) -> None:
+        """The same as `abort()`, by the name that `contextlib.aclosing` wants."""
+        self._abort()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._abort()
+
+    def __del__(self) -> None:
+        if not self._outbox.ended:
+            self._post(self._abort)
+
+    async def _next_token(self) -> Token:
+        token = await self._outbox.next_token()
+        if token is None:
+            raise StopAsyncIteration
+        return token
+
+    async def _wait_for(self, wait: Callable[[], Awaitable[T]]) -> T:
+        self._consumers += 1
+        try:
+            result = await wait()
+        except BaseException:  # the end, or this task was cancelled
+            self._lose_consumer()
+            raise
+        self._consumers -= 1
+        return result
+
+    def _lose_consumer(self) -> None:
+        self._consumers -= 1
+        if self._consumers == 0:
+            self._abort()
+
+
+class _Iteration:
+    """One loop over a stream. Python drops it when the loop is left, whichever way."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        self._stream = stream
+        self._left = False
+        stream._consumers += 1
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Token:
+        try:
+            return await self._stream._next_token()
+        except BaseException:  # the end, or this task was cancelled
+            if not self._left:
+                self._left = True
+                self._stream._lose_consumer()
+            raise
+
+    def __del__(self) -> None:
+        if not self._left:  # garbage collection may run on any thread, and in the midst of anything
+            self._stream._post(self._stream._lose_consumer)
