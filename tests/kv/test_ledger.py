@@ -1,0 +1,41 @@
+"""The articles' figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from minipaged.kv import ledger
+
+KIB, GIB = 2**10, 2**30
+
+
+def test_llama_7b_takes_512_kib_per_token_in_float16() -> None:
+    assert ledger.bytes_per_token(32, 32, 128, "float16") == 512 * KIB
+    assert ledger.block_bytes(16, 512 * KIB) == 8 * 2**20
+
+
+def test_llama_3_8b_with_8_kv_heads_takes_a_quarter_of_mha() -> None:
+    grouped = ledger.bytes_per_token(32, 8, 128, "float16")
+    assert grouped == 128 * KIB
+    assert 4 * grouped == ledger.bytes_per_token(32, 32, 128, "float16")
+    assert 4096 * grouped == GIB // 2
+
+
+def test_66_gb_hold_about_8400_blocks_of_llama_7b() -> None:
+    assert ledger.blocks_in_budget(66 * 10**9, 8 * 2**20) == 7867  # the article rounds 8 MiB to 8 MB: 8250
+
+
+def test_50_tokens_take_four_blocks_of_16() -> None:
+    assert ledger.blocks_for(50, 16) == 4
+    assert [ledger.blocks_for(n, 16) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+
+
+def test_utilisation_counts_the_unfilled_tails() -> None:
+    assert ledger.utilisation([16, 8], 16) == pytest.approx(24 / 32)
+    assert ledger.utilisation([], 16) == 1.0
+
+
+def test_moving_half_a_gigabyte_over_pcie_takes_about_16_ms_each_way() -> None:
+    both_ways = ledger.swap_seconds(256, 2 * 2**20, 32e9)
+    assert both_ways / 2 == pytest.approx(0.0168, rel=0.01)
+    assert ledger.recompute_seconds(4096, 8192.0) == 0.5
