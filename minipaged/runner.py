@@ -63,6 +63,8 @@ class _Choices:
 class Runner(Generic[Array, Weight]):
     """Owns rows and device arrays. Used from one thread, with plans in the order in which they were made.
 
+    `cache` and `host_cache` are the pools that `ops` allocated; the host's has no blocks where nothing is swapped.
+
     What concerns one sequence alone (its forward or its logits callback raises, its logits are NaN) fails that sequence
     in the result. Its row is then left out of the work, and reported as failed again, until its next admission.
     `DeviceError`, `MemoryError`, and what is raised anywhere else, leave `execute` and are fatal: the runner is not to
