@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeVar
 
-import anyio
+import anyio.lowlevel
 
 from minipaged.errors import EngineDeadError, MinipagedError, RequestFailedError, RequestTimeoutError
 from minipaged.generation import Generation
@@ -120,6 +120,7 @@ class StepLoop:
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until it holds; looked at after every step and every request's end. Raises if the loop has stopped."""
+        await anyio.lowlevel.checkpoint()
         while not condition():
             if self.error is not None:
                 raise self.error

@@ -8,8 +8,9 @@ import secrets
 import uuid
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import SupportsIndex, cast
 
 from minipaged.errors import InvalidRequestError
 from minipaged.params import SamplingParams
@@ -111,8 +112,8 @@ def check_prompt_ids(prompt: Sequence[int], vocab_size: int) -> array[int]:
 
 def check_token_id(token_id: object, vocab_size: int, where: str) -> None:
     """Raise `InvalidRequestError` unless it is an integer in [0, vocab_size); a bool is none."""
-    if isinstance(token_id, SupportsIndex) and not isinstance(token_id, bool):
-        if 0 <= operator.index(token_id) < vocab_size:
+    with suppress(TypeError):
+        if not isinstance(token_id, bool) and 0 <= operator.index(cast(SupportsIndex, token_id)) < vocab_size:
             return
     raise InvalidRequestError(
         f"{where} is {token_id!r}; expected a token id, an integer in [0, {vocab_size}) for this model."

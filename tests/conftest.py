@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Protocol
+
+import anyio
+import pytest
+
+from tests.tiny import write_tiny_model
+
+BACKENDS: dict[str, tuple[str, dict[str, bool]]] = {
+    "asyncio": ("asyncio", {}),
+    "uvloop": ("asyncio", {"use_uvloop": True}),
+    "trio": ("trio", {}),
+}
+
+
+class RunAsync(Protocol):
+    def __call__(self, main: Callable[[], Awaitable[None]]) -> None: ...
+
+
+@pytest.fixture(params=BACKENDS)
+def run(request: pytest.FixtureRequest) -> RunAsync:
+    """Runs an async function to its end, on each kind of event loop in turn. It fails if that takes a minute."""
+    backend, options = BACKENDS[request.param]
+
+    def run_async(main: Callable[[], Awaitable[None]]) -> None:
+        async def within_a_minute() -> None:
+            with anyio.fail_after(60):
+                await main()
+
+        anyio.run(within_a_minute, backend=backend, backend_options=options)
+
+    return run_async
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model as a Hugging Face folder; read it, do not change it."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
