@@ -46,7 +46,13 @@ def write_tiny_model(
     path: Path, *, seed: int = 0, dtype: str = "float32", shards: int = 1, **config_overrides: object
 ) -> Path:
     """Write a Hugging Face folder at `path` and return it. `config_overrides` are keys of its config.json."""
-    config = tiny_config(dtype=dtype, **config_overrides)
+    return write_model_folder(path, tiny_config(**config_overrides), seed=seed, dtype=dtype, shards=shards)
+
+
+def write_model_folder(
+    path: Path, config: Mapping[str, object], *, seed: int = 0, dtype: str = "float32", shards: int = 1
+) -> Path:
+    """The same from a whole config.json."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=2))
     write_safetensors(path, tiny_tensors(config, seed=seed), dtype=dtype, shards=shards)

@@ -37,7 +37,11 @@ def write_tiny_gguf(path: Path, *, seed: int = 0, quantization: str = "F32", **c
 
     Vectors stay F32; matrices take the type `quantization`.
     """
-    config = tiny_config(**config_overrides)
+    return write_model_gguf(path, tiny_config(**config_overrides), seed=seed, quantization=quantization)
+
+
+def write_model_gguf(path: Path, config: Mapping[str, object], *, seed: int = 0, quantization: str = "F32") -> Path:
+    """The same from a whole config.json."""
     architecture = {"mistral": "llama"}.get(str(config["model_type"]), str(config["model_type"]))
     writer = gguf.GGUFWriter(path, architecture)
     _add_hyperparameters(writer, config)

@@ -34,7 +34,7 @@ class Fields:
         return value
 
     def number(self, key: str, default: float | None = None, *, at_least: float = 0.0) -> float:
-        """A finite number of at least `at_least`; a default of 0 or less is not checked."""
+        """A finite number of at least `at_least`."""
         value = self._or_default(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not at_least <= value < float("inf"):
             raise self.wrong(key, f"a number of at least {at_least:g}")

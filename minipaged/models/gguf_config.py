@@ -129,9 +129,9 @@ def _rope_scaling(fields: Fields, factors: tuple[float, ...] | None, head_dim: i
     if factors is not None:
         if factor != 1.0:
             raise fields.wrong("rope.scaling.factor", f"none beside the tensor {ROPE_FACTORS}")
-        if len(factors) != head_dim // 2 or min(factors) <= 0:
+        if len(factors) != head_dim // 2 or not all(0 < one < float("inf") for one in factors):
             raise ModelLoadError(
-                f"{fields.where}: the tensor {ROPE_FACTORS} has {len(factors)} elements from {min(factors):g} on; "
+                f"{fields.where}: the tensor {ROPE_FACTORS} has {len(factors)} elements, {factors!r:.80}; "
                 f"expected {head_dim // 2} (half the size of a head), all positive. Download the file again."
             )
         return FactorsRope(factors)
