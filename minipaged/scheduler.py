@@ -16,14 +16,16 @@ import heapq
 from array import array
 from collections import deque
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from minipaged.config import EngineConfig
 from minipaged.errors import EngineBusyError, InvalidRequestError, PromptTooLongError
-from minipaged.kv.ledger import recompute_seconds, swap_seconds
 from minipaged.kv.manager import KVManager, KVStats
 from minipaged.output import FinishReason, TokenLogprob
+from minipaged.plan_draft import PlanDraft
+from minipaged.preemption import PreemptionPolicy
 from minipaged.request import Request, Sequence, Status
+from minipaged.running import RunningBatch
 from minipaged.step import Admission, Chunk, StepPlan, StepResult, TableUpdate, Transfer
 
 
@@ -54,26 +56,6 @@ class SchedulerStats:
     kv: KVStats
 
 
-@dataclass(slots=True)
-class _Draft:
-    """The plan being made."""
-
-    swap_out: list[Transfer] = field(default_factory=list)
-    swap_in: list[Transfer] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    admissions: list[Admission] = field(default_factory=list)
-    table_updates: list[TableUpdate] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    chunked: list[Sequence] = field(default_factory=list)
-    complete: list[Sequence] = field(default_factory=list)
-    """Sequences whose known tokens are all computed by this plan."""
-    preempted: set[Sequence] = field(default_factory=set)
-    extended: set[Sequence] = field(default_factory=set)
-    """Sequences whose tables this plan changes; it cannot preempt them any more."""
-    stalled: set[Sequence] = field(default_factory=set)
-    """Sequences that wait for a copy to the host to free their next block."""
-
-
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     """A plan whose result is awaited, and the sequences behind its rows."""
@@ -88,7 +70,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, *, num_blocks: int, swap_blocks: int, block_bytes: int) -> None:
         self._config = config
-        self._block_bytes = block_bytes
+        self._policy = PreemptionPolicy(config, block_bytes)
         self.kv = KVManager(
             num_blocks=num_blocks,
             swap_blocks=swap_blocks,
@@ -97,17 +79,10 @@ class Scheduler:
         )
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
         self._num_new = 0
-        self._running: dict[Sequence, None] = {}
-        # Every running sequence is in one of these three:
-        self._prefilling: dict[Sequence, None] = {}
-        self._decoding: dict[Sequence, None] = {}
-        self._ending: dict[Sequence, None] = {}  # nothing left to compute; its last token is in flight
-        self._free_rows = list(range(config.max_running - 1, -1, -1))
-        self._decode_batch: tuple[tuple[Sequence, ...], tuple[int, ...]] | None = None
+        self._batch = RunningBatch(config.max_running)
         self._in_flight: deque[_InFlight] = deque()
         self._last_planned = -1
         self._last_committed = -1
-        self._prefill_rate: float | None = None
         self._swaps = 0
         self._recomputes = 0
         self._prompt_tokens = 0
@@ -175,37 +150,29 @@ class Scheduler:
 
         `now` is the time, in seconds on the engine's clock, that newly scheduled requests are stamped with.
         """
-        draft = _Draft()
+        draft = PlanDraft()
         self.kv.fresh.clear()
         self._secure(draft)
         self._admit(draft, now)
-        decoding, rows = self._schedule_decodes(draft)
-        self._schedule_chunks(draft, self._config.max_batched_tokens - len(rows))
+        self._schedule_decodes(draft)
+        self._schedule_chunks(draft, self._config.max_batched_tokens - len(draft.decode_rows))
         if self._config.debug:
-            self._check_writes(draft, decoding)
+            self._check_writes(draft)
         for sequence in draft.complete:
             self._start_decoding(sequence, draft)
         for source, _ in draft.copies:
             self.kv.release_block(source)
-        if not (rows or draft.chunks or draft.swap_out or self._in_flight) and draft.preempted:
-            return self.plan(now)  # the only sequence made way for itself; now it can come back
-        # With nothing to compute but a copy under way, an empty plan lets the runner wait for it.
-        is_waiting_for_copy = self.kv.host.num_pending > 0 and not self._in_flight
-        if not (rows or draft.chunks or draft.swap_out or draft.swap_in or is_waiting_for_copy):
-            return None
+        if not (draft.has_tokens or draft.swap_out or draft.swap_in):
+            if self._in_flight:
+                return None
+            if draft.preempted:
+                return self.plan(now)  # the only sequence made way for itself; now it can come back
+            if not self.kv.host.num_pending:
+                return None
+            # Nothing to compute but a copy is under way: an empty plan lets the runner wait for it.
         self._last_planned += 1
-        plan = StepPlan(
-            id=self._last_planned,
-            poison=tuple(self.kv.fresh) if self._config.debug else (),
-            swap_out=tuple(draft.swap_out),
-            swap_in=tuple(draft.swap_in),
-            copies=tuple(draft.copies),
-            admissions=tuple(draft.admissions),
-            table_updates=draft.table_updates,
-            decode_rows=rows,
-            chunks=tuple(draft.chunks),
-        )
-        self._in_flight.append(_InFlight(plan, decoding, tuple(draft.chunked)))
+        plan = draft.build(self._last_planned, tuple(self.kv.fresh) if self._config.debug else ())
+        self._in_flight.append(_InFlight(plan, draft.decoding, tuple(draft.chunked)))
         if self._config.debug:
             self.check()
         return plan
@@ -222,31 +189,29 @@ class Scheduler:
             self._fail(step, result, committed)
         self._commit_decodes(step.decoding, result.token_ids, committed.advanced)
         self._commit_chunks(step, result, committed)
-        self._measure(step.plan, result)
+        self._policy.observe(step.plan, result)
         if self._config.debug:
             self.check()
         return committed
 
     # Planning
 
-    def _secure(self, draft: _Draft) -> None:
+    def _secure(self, draft: PlanDraft) -> None:
         """Make sure that every running sequence can write its next token, preempting the worst-ranked if need be."""
-        needy = [s for s in self._decoding if s.num_scheduled >= s.horizon]
-        needy += [s for s in self._prefilling if s.num_scheduled >= s.horizon]
+        needy = [s for s in self._batch.decoding if s.num_scheduled >= s.horizon]
+        needy += [s for s in self._batch.prefilling if s.num_scheduled >= s.horizon]
         needy.sort(key=lambda sequence: sequence.rank)
         for sequence in needy:
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for a better-ranked one
             if sequence.num_scheduled >= sequence.max_length - 1:
-                del self._decoding[sequence]
-                self._ending[sequence] = None
-                self._decode_batch = None
+                self._batch.stop_decoding(sequence)
             elif self._may_write(sequence, draft):
                 self._set_horizon(sequence)
             elif self._make_room(sequence, draft):
                 self._extend(sequence, draft)
 
-    def _may_write(self, sequence: Sequence, draft: _Draft) -> bool:
+    def _may_write(self, sequence: Sequence, draft: PlanDraft) -> bool:
         """Whether a sequence can write its next token into the blocks it has."""
         blocks, column = sequence.table.blocks, sequence.num_scheduled // self._config.block_size
         if column == len(blocks):
@@ -255,7 +220,7 @@ class Scheduler:
         gone = sum(1 for source, _ in draft.copies if source == blocks[column])
         return self.kv.is_writable(blocks[column], gone)
 
-    def _make_room(self, sequence: Sequence, draft: _Draft) -> bool:
+    def _make_room(self, sequence: Sequence, draft: PlanDraft) -> bool:
         """Whether a block can be had for a running sequence, by preemption if need be, of itself if it ranks worst."""
         while not self.kv.can_allocate(1):
             if self.kv.host.num_device_blocks_pending:
@@ -267,7 +232,7 @@ class Scheduler:
                 return False
         return True
 
-    def _extend(self, sequence: Sequence, draft: _Draft) -> None:
+    def _extend(self, sequence: Sequence, draft: PlanDraft) -> None:
         """One more block for the sequence, or its own copy of the shared one that it is about to write into."""
         blocks, column = sequence.table.blocks, sequence.num_scheduled // self._config.block_size
         if column == len(blocks):
@@ -283,17 +248,19 @@ class Scheduler:
 
     def _victim(self) -> Sequence:
         """Whom to preempt: one that only awaits its last token, which costs nothing, else the worst rank."""
-        return max(self._ending or self._running, key=lambda sequence: sequence.rank)
+        return max(self._batch.ending or self._batch.sequences, key=lambda sequence: sequence.rank)
 
-    def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
+    def _preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
         """Take a sequence's row and blocks away, keeping its KV on the host if that is cheaper, and queue it again."""
-        if sequence.num_scheduled and self._should_swap(sequence):
-            transfer_id, pairs = self.kv.swap_out(sequence.table, sequence.num_scheduled)
+        table, num_tokens = sequence.table, sequence.num_scheduled
+        can_swap = num_tokens > 0 and sequence not in self._batch.ending and self.kv.can_swap_out(num_tokens)
+        if can_swap and self._policy.prefers_swap(len(table.blocks), num_tokens):
+            transfer_id, pairs = self.kv.swap_out(table, num_tokens)
             draft.swap_out.append(Transfer(transfer_id, pairs))
             sequence.swap_transfer = transfer_id
             self._swaps += 1
         else:
-            self.kv.release(sequence.table)
+            self.kv.release(table)
             sequence.num_scheduled = 0
             self._recomputes += 1
         self._leave_batch(sequence)
@@ -302,17 +269,7 @@ class Scheduler:
         draft.preempted.add(sequence)
         self._push(sequence)
 
-    def _should_swap(self, sequence: Sequence) -> bool:
-        mode, tokens = self._config.preemption, sequence.num_scheduled
-        if mode == "recompute" or sequence in self._ending or not self.kv.can_swap_out(tokens):
-            return False
-        if mode == "swap" or self._prefill_rate is None:
-            return True
-        blocks = len(sequence.table.blocks)
-        swap = swap_seconds(blocks, self._block_bytes, self._config.swap_bandwidth)
-        return swap < recompute_seconds(tokens, self._prefill_rate)
-
-    def _admit(self, draft: _Draft, now: float) -> None:
+    def _admit(self, draft: PlanDraft, now: float) -> None:
         """Admit waiting sequences, best rank first, while budget, rows and blocks last."""
         while self._waiting:
             sequence = self._waiting[0][1]
@@ -322,7 +279,7 @@ class Scheduler:
             if not self._has_budget() or not self._is_ready(sequence, draft):
                 return
             if not self._try_admit(sequence, draft, now):
-                candidates = (s for s in self._running if s not in draft.extended)
+                candidates = (s for s in self._batch.sequences if s not in draft.extended)
                 worst = max(candidates, key=lambda s: s.rank, default=None)
                 if worst is None or worst.request.priority <= sequence.request.priority:
                     return
@@ -332,26 +289,26 @@ class Scheduler:
 
     def _has_budget(self) -> bool:
         """Whether running sequences leave a token of the next step to others."""
-        budget = self._config.max_batched_tokens - len(self._decoding)
-        for sequence in self._prefilling:
+        budget = self._config.max_batched_tokens - len(self._batch.decoding)
+        for sequence in self._batch.prefilling:
             budget -= len(sequence.token_ids) - sequence.num_scheduled
             if budget <= 0:
                 return False
         return budget > 0
 
-    def _is_ready(self, sequence: Sequence, draft: _Draft) -> bool:
+    def _is_ready(self, sequence: Sequence, draft: PlanDraft) -> bool:
         """Whether a preempted sequence can come back: its tokens are known and its KV has arrived on the host."""
         if sequence in draft.preempted or sequence.ready_after > self._last_committed:
             return False
         return sequence.swap_transfer is None or not self.kv.host.is_pending(sequence.swap_transfer)
 
-    def _try_admit(self, sequence: Sequence, draft: _Draft, now: float) -> bool:
+    def _try_admit(self, sequence: Sequence, draft: PlanDraft, now: float) -> bool:
         request = sequence.request
         siblings = self._unforked(sequence)
-        if len(self._free_rows) < 1 + len(siblings):
+        if self._batch.num_free_rows < 1 + len(siblings):
             return False
         # A little headroom keeps sequences from being admitted only to be preempted at the next block boundary.
-        headroom = self.kv.pool.num_blocks // 100 if self._running else 0
+        headroom = self.kv.pool.num_blocks // 100 if self._batch.sequences else 0
         if sequence.table.host_blocks:
             swapped = self.kv.swap_in(
                 sequence.table, sequence.token_ids, sequence.num_scheduled, request.namespace, headroom=headroom
@@ -375,9 +332,9 @@ class Scheduler:
                 self._cached_tokens += cached
         heapq.heappop(self._waiting)
         sequence.num_computed = sequence.num_scheduled
+        for member in (sequence, *siblings):
+            self._batch.keep_row(member)
         self._enter_batch(sequence, draft)
-        for sibling in siblings:
-            sibling.row = self._free_rows.pop()
         return True
 
     def _unforked(self, sequence: Sequence) -> list[Sequence]:
@@ -387,13 +344,10 @@ class Scheduler:
             return []
         return [sibling for sibling in request.sequences[1:] if sibling.status is not Status.FINISHED]
 
-    def _enter_batch(self, sequence: Sequence, draft: _Draft) -> None:
-        """Give a sequence with a table a row, or the row kept for it, and start computing its known tokens."""
-        if sequence.row < 0:
-            sequence.row = self._free_rows.pop()
+    def _enter_batch(self, sequence: Sequence, draft: PlanDraft) -> None:
+        """Start computing the known tokens of a sequence that has a table and a row."""
         sequence.status = Status.RUNNING
-        self._running[sequence] = None
-        self._prefilling[sequence] = None
+        self._batch.enter(sequence)
         self._set_horizon(sequence)
         request = sequence.request
         draft.admissions.append(
@@ -409,20 +363,15 @@ class Scheduler:
             )
         )
 
-    def _schedule_decodes(self, draft: _Draft) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:
-        """One token for every decoding sequence: the sequences, and their rows."""
-        batch = self._decode_batch
-        if batch is None or draft.stalled:
-            decoding = tuple(s for s in self._decoding if s not in draft.stalled)
-            batch = (decoding, tuple(s.row for s in decoding))
-            self._decode_batch = None if draft.stalled else batch
-        for sequence in batch[0]:
+    def _schedule_decodes(self, draft: PlanDraft) -> None:
+        """One token for every decoding sequence."""
+        draft.decoding, draft.decode_rows = self._batch.decodes(draft.stalled)
+        for sequence in draft.decoding:
             sequence.num_scheduled += 1
-        return batch
 
-    def _schedule_chunks(self, draft: _Draft, budget: int) -> None:
+    def _schedule_chunks(self, draft: PlanDraft, budget: int) -> None:
         """Spend the budget on the known tokens that have no KV yet."""
-        for sequence in sorted(self._prefilling, key=lambda s: s.rank):
+        for sequence in sorted(self._batch.prefilling, key=lambda s: s.rank):
             if budget == 0:
                 return
             if sequence in draft.stalled:
@@ -442,16 +391,14 @@ class Scheduler:
         missing = len(request.prompt) - 1 - request.num_prompt_logprobs
         return request.params.prompt_logprobs is not None and sequence.index == 0 and missing > 0
 
-    def _start_decoding(self, sequence: Sequence, draft: _Draft) -> None:
+    def _start_decoding(self, sequence: Sequence, draft: PlanDraft) -> None:
         """All known tokens are computed: decode from the next plan on, and start the other samples."""
-        del self._prefilling[sequence]
-        self._decoding[sequence] = None
-        self._decode_batch = None
+        self._batch.start_decoding(sequence)
         for sibling in self._unforked(sequence):
             self._fork(sequence, sibling, draft)
         sequence.request.is_forked = True
 
-    def _fork(self, parent: Sequence, child: Sequence, draft: _Draft) -> None:
+    def _fork(self, parent: Sequence, child: Sequence, draft: PlanDraft) -> None:
         """Start another sample on the parent's blocks; it computes the last prompt token again for its own logits."""
         num_tokens = len(parent.token_ids)
         child.table = self.kv.fork(parent.table, num_tokens)
@@ -463,15 +410,9 @@ class Scheduler:
     # Leaving
 
     def _leave_batch(self, sequence: Sequence) -> None:
-        del self._running[sequence]
-        self._prefilling.pop(sequence, None)
-        self._ending.pop(sequence, None)
-        if sequence in self._decoding:
-            del self._decoding[sequence]
-            self._decode_batch = None
+        self._batch.leave(sequence)
         for member in (sequence, *self._unforked(sequence)):
-            self._free_rows.append(member.row)
-            member.row = -1
+            self._batch.give_up_row(member)
 
     def _push(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, (sequence.rank, sequence))
@@ -532,13 +473,6 @@ class Scheduler:
                 self.finish(sequences[row], "abort")
                 committed.failed.append((sequences[row], error))
 
-    def _measure(self, plan: StepPlan, result: StepResult) -> None:
-        """Keep a running estimate of prefill speed, from steps that are mostly prefill."""
-        tokens = plan.num_tokens
-        if result.forward_seconds > 0 and tokens > 2 * len(plan.decode_rows) and tokens >= self._config.block_size:
-            rate = tokens / result.forward_seconds
-            self._prefill_rate = rate if self._prefill_rate is None else 0.8 * self._prefill_rate + 0.2 * rate
-
     # Reporting
 
     @property
@@ -549,19 +483,19 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences in the batch."""
-        return len(self._running)
+        return len(self._batch)
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence has not ended, or a step or a copy is under way."""
         waiting = any(sequence.status is not Status.FINISHED for _, sequence in self._waiting)
-        return bool(self._running or self._in_flight or self.kv.host.num_pending or waiting)
+        return bool(self._batch.sequences or self._in_flight or self.kv.host.num_pending or waiting)
 
     def stats(self) -> SchedulerStats:
         """Counts, now."""
         return SchedulerStats(
             waiting=self._num_new,
-            running=len(self._running),
+            running=len(self._batch),
             preemptions_by_swap=self._swaps,
             preemptions_by_recompute=self._recomputes,
             prompt_tokens=self._prompt_tokens,
@@ -571,21 +505,18 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert the invariants of the design (debug mode)."""
-        live = [*self._running, *(s for _, s in self._waiting if s.status is Status.WAITING)]
+        live = [*self._batch.sequences, *(s for _, s in self._waiting if s.status is Status.WAITING)]
         self.kv.check(sequence.table for sequence in live)
-        groups = [*self._prefilling, *self._decoding, *self._ending]
-        assert len(groups) == len(self._running) == len({*groups} & {*self._running}), "running but in no group"
-        rows = [sequence.row for sequence in self._running]
-        assert len(rows) == len(set(rows)), "two sequences share a row"
+        self._batch.check()
         block_size = self._config.block_size
-        for sequence in self._running:
+        for sequence in self._batch.sequences:
             table = sequence.table
             assert sequence.num_computed <= sequence.num_scheduled <= len(table.blocks) * block_size
             assert len(table.nodes) * block_size <= sequence.num_computed, "a block was published before its commit"
 
-    def _check_writes(self, draft: _Draft, decoding: tuple[Sequence, ...]) -> None:
+    def _check_writes(self, draft: PlanDraft) -> None:
         """Assert invariant 2 for a plan being made: it writes only blocks that have one owner and no name."""
-        writes = [(s, s.num_scheduled - 1, s.num_scheduled) for s in decoding]
+        writes = [(s, s.num_scheduled - 1, s.num_scheduled) for s in draft.decoding]
         for sequence, chunk in zip(draft.chunked, draft.chunks, strict=True):
             writes.append((sequence, chunk.start, chunk.start + chunk.num_tokens))
         sources = [source for source, _ in draft.copies]
