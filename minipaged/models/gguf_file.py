@@ -1,8 +1,8 @@
 """Reading the header of a GGUF file: its metadata, and where its tensors are.
 
 The layout is that of the GGUF specification in the ggml repository (docs/gguf.md). The `gguf` package supplies what
-the numbers mean, and the decoders; its own reader makes several arrays for every token of the vocabulary, and takes
-ten seconds where this takes a tenth of one.
+the numbers mean, and the decoders. Its own reader is not used: it makes several arrays for every token and merge, which
+takes two seconds for a vocabulary of 49,000, where this takes 0.1.
 """
 
 from __future__ import annotations

@@ -60,10 +60,12 @@ def whole_head(fields: Fields) -> None:
 def _per_layer_type(parameters: Fields | None) -> list[Fields]:
     if parameters is None:
         return []
-    nested = [parameters.within(key) for key, value in parameters.values.items() if isinstance(value, dict)]
-    if len(nested) < len(parameters.values):
-        return [parameters]
-    return [one for one in nested if one is not None]
+    nested = [
+        Fields(value, f"{parameters.where}, {layer_type}")
+        for layer_type, value in parameters.values.items()
+        if isinstance(value, dict)
+    ]
+    return nested if len(nested) == len(parameters.values) else [parameters]
 
 
 def _parse_parameters(parameters: Fields, config: Fields) -> tuple[float, RopeScaling]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -190,6 +190,7 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
             read_gguf(tmp_path / "model.gguf")
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_a_damaged_file_is_refused_or_read(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("damaged")

@@ -194,7 +194,7 @@ ROPE_MISTAKES: list[tuple[dict[str, object], str]] = [
         {
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 2.0},
-                "sliding_attention": {"rope_type": "default"},
+                "sliding_attention": {},
             }
         },
         "different rotary embeddings",

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -155,6 +155,7 @@ def test_a_git_lfs_pointer(tmp_path: Path) -> None:
         open_safetensors(tmp_path)
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_a_damaged_file_is_refused_or_read(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("damaged")
