@@ -14,6 +14,10 @@ from minipaged.ops.tensor import HostTensor
 Array = NDArray[np.generic]
 Matrix = NDArray[np.float32]
 
+FEW_ROWS = 8
+"""Up to so many rows `linear` multiplies one by one: a product of two matrices first repacks the whole weight, which
+costs about as much as that, and BLAS rounds it differently with the number of rows."""
+
 
 class FinishedCopy:
     """A copy that was made before the call returned."""
@@ -91,7 +95,13 @@ class ReferenceOps:
     @np.errstate(all="ignore")
     def linear(self, x: Array, weight: Matrix, bias: Array | None) -> Array:
         """x @ weight.T + bias."""
-        y = _float32(x) @ weight.T
+        rows = _float32(x)
+        if len(rows) > FEW_ROWS:
+            y = rows @ weight.T
+        else:
+            y = np.empty((len(rows), len(weight)), np.float32)
+            for row, result in zip(rows, y, strict=True):
+                np.matmul(weight, row, out=result)
         return y if bias is None else y + _float32(bias)
 
     @np.errstate(all="ignore")
@@ -210,7 +220,7 @@ def _dimensions(shape: CacheShape) -> tuple[int, ...]:
 def _kv_dtype(name: str) -> np.dtype[np.generic]:
     kinds: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16}
     if name == "bfloat16":
-        import ml_dtypes  # noqa: PLC0415
+        import ml_dtypes
 
         kinds["bfloat16"] = ml_dtypes.bfloat16
     return np.dtype(kinds[name])

@@ -1,0 +1,147 @@
+"""The forward pass against logits and greedy ids that Hugging Face transformers computed (tests/golden)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from minipaged.models.config import ModelConfig
+from minipaged.models.hub import default_model_path
+from minipaged.models.llama import Llama
+from minipaged.models.rope import rope_tables
+from minipaged.models.source import open_model
+from minipaged.models.weights import load_weights
+from minipaged.ops.base import CacheShape
+from minipaged.ops.reference import Array, Matrix, ReferenceOps
+from tests.batches import TokenSpan, make_batch, shuffled_tables
+from tests.golden import tiny_models
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+MAX_MODEL_LEN = 256
+TOLERANCE = 3e-4
+"""Of logits up to 9. transformers keeps frequencies in float32, which alone moves some by 7e-5 at these positions."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model on ReferenceOps and a pool full of NaN."""
+
+    ops: ReferenceOps
+    config: ModelConfig
+    llama: Llama[Array, Matrix]
+
+    @classmethod
+    def from_path(cls, path: Path) -> Loaded:
+        ops = ReferenceOps()
+        source = open_model(path)
+        weights = load_weights(source.checkpoint, source.config, ops)
+        rope = ops.load_rope(*rope_tables(source.config, MAX_MODEL_LEN))
+        return cls(ops, source.config, Llama(source.config, weights, ops, rope))
+
+    def new_cache(self, num_blocks: int, block_size: int) -> Array:
+        shape = CacheShape(
+            num_blocks, self.config.num_layers, self.config.num_kv_heads, block_size, self.config.head_dim
+        )
+        cache = self.ops.allocate_cache(shape, "float32")
+        self.ops.fill_blocks(cache, range(num_blocks), np.nan)
+        return cache
+
+    def step(
+        self,
+        cache: Array,
+        tables: NDArray[np.int32],
+        spans: Sequence[TokenSpan],
+        sampled: Sequence[int],
+    ) -> NDArray[np.float32]:
+        """Logits [len(sampled), vocab_size]."""
+        batch = make_batch(self.ops, spans, tables, cache.shape[4], sampled)
+        return self.ops.download(self.llama.logits(self.llama.forward(batch, cache), batch))
+
+    def prefill(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Logits at every position, computed in one step."""
+        tables = shuffled_tables(np.random.default_rng(0), [len(token_ids)], 16, num_blocks=16)
+        spans = [TokenSpan(0, 0, token_ids)]
+        return self.step(self.new_cache(16, 16), tables, spans, range(len(token_ids)))
+
+
+@pytest.fixture(scope="module")
+def golden() -> Mapping[str, NDArray[np.float32]]:
+    with np.load(GOLDEN / "tiny_models.npz") as file:
+        return {name: file[name] for name in file.files}
+
+
+@pytest.mark.parametrize("name", tiny_models.CASES)
+def test_logits_of_a_tiny_model(name: str, tmp_path: Path, golden: Mapping[str, NDArray[np.float32]]) -> None:
+    assert tiny_models.digest(name) == str(golden[f"{name}.sha256"]), "the weights changed: run make_golden.py again"
+    tiny_models.write_model(tmp_path, name)
+    loaded = Loaded.from_path(tmp_path)
+    ids: list[int] = tiny_models.prompt(name).tolist()
+
+    np.testing.assert_allclose(loaded.prefill(ids), golden[name], rtol=0, atol=TOLERANCE)
+
+    # Again in chunks, then token by token, while two other sequences come and go; each starts at another step.
+    other = ids[::-1]
+    prompts = [ids, other, other[:23]]
+    chunks = [[1, 3, 4, 5, 17, 9], [30], [11, 2]]
+    expected = [golden[name], loaded.prefill(other), loaded.prefill(other[:23])]
+    first_step = [0, 2, 9]
+    generator = np.random.default_rng(0)
+    block_size = 4
+    lengths = [len(prompt) for prompt in prompts]
+    tables = shuffled_tables(generator, lengths, block_size, num_blocks=48)
+    cache = loaded.new_cache(48, block_size)
+    computed = [0, 0, 0]
+    for step in range(2 * len(ids)):
+        spans = []
+        for row in generator.permutation(3).tolist():
+            count = (chunks[row].pop(0) if chunks[row] else 1) if step >= first_step[row] else 0
+            if part := prompts[row][computed[row] : computed[row] + count]:
+                spans.append(TokenSpan(row, computed[row], part))
+                computed[row] += len(part)
+        if not spans:
+            break
+        logits = loaded.step(cache, tables, spans, range(sum(len(span.token_ids) for span in spans)))
+        wanted = [expected[span.row][span.start : span.start + len(span.token_ids)] for span in spans]
+        np.testing.assert_allclose(logits, np.concatenate(wanted), rtol=0, atol=TOLERANCE)
+    assert computed == lengths
+
+
+class GoldenPrompt(TypedDict):
+    """An entry of smollm2.json that is used here."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+
+
+def test_smollm2_continues_as_transformers_does() -> None:
+    """Every prompt at once: one step for all of them, then greedy decoding as one batch."""
+    entries: list[GoldenPrompt] = json.loads((GOLDEN / "smollm2.json").read_text())["prompts"]
+    prompts = [entry["prompt_ids"] for entry in entries]
+    expected = [entry["output_ids"] for entry in entries]
+    assert len(prompts) >= 8
+    loaded = Loaded.from_path(default_model_path())
+
+    num_outputs = len(expected[0])
+    lengths = [len(prompt) + num_outputs for prompt in prompts]
+    num_blocks = sum(lengths) // 16 + len(lengths)
+    tables = shuffled_tables(np.random.default_rng(0), lengths, 16, num_blocks=num_blocks)
+    cache = loaded.new_cache(num_blocks, 16)
+    spans = [TokenSpan(row, 0, prompt) for row, prompt in enumerate(prompts)]
+    outputs: list[list[int]] = [[] for _ in prompts]
+    for _ in range(num_outputs):
+        ends = np.cumsum([len(span.token_ids) for span in spans]) - 1
+        chosen = loaded.step(cache, tables, spans, ends.tolist()).argmax(axis=1).tolist()
+        spans = [
+            TokenSpan(span.row, span.start + len(span.token_ids), [token])
+            for span, token in zip(spans, chosen, strict=True)
+        ]
+        for output, token in zip(outputs, chosen, strict=True):
+            output.append(token)
+    assert outputs == expected
