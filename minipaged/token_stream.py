@@ -104,7 +104,7 @@ class TokenStream:
         self._outbox = outbox
         self._abort = abort
         self._post = post
-        self._consumers = 0  # loops under way, and tasks that wait
+        self._consumers: set[object] = set()  # one for each loop under way and each task that waits
 
     def __aiter__(self) -> AsyncIterator[Token]:
         return _Iteration(self)
@@ -146,19 +146,22 @@ class TokenStream:
         return token
 
     async def _wait_for(self, wait: Callable[[], Awaitable[T]]) -> T:
-        self._consumers += 1
+        consumer = object()
+        self._consumers.add(consumer)
         try:
             result = await wait()
         except BaseException:  # the end, or this task was cancelled
-            self._lose_consumer()
+            if self._is_last(consumer):
+                self._abort()
             raise
-        self._consumers -= 1
+        self._consumers.discard(consumer)
         return result
 
-    def _lose_consumer(self) -> None:
-        self._consumers -= 1
-        if self._consumers == 0:
-            self._abort()
+    def _is_last(self, consumer: object) -> bool:
+        """Take a consumer off the list; whether it was on it, and nobody is left."""
+        was_there = consumer in self._consumers
+        self._consumers.discard(consumer)
+        return was_there and not self._consumers
 
 
 class _Iteration:
@@ -166,8 +169,8 @@ class _Iteration:
 
     def __init__(self, stream: TokenStream) -> None:
         self._stream = stream
-        self._left = False
-        stream._consumers += 1
+        self._consumer = object()
+        stream._consumers.add(self._consumer)
 
     def __aiter__(self) -> Self:
         return self
@@ -176,11 +179,11 @@ class _Iteration:
         try:
             return await self._stream._next_token()
         except BaseException:  # the end, or this task was cancelled
-            if not self._left:
-                self._left = True
-                self._stream._lose_consumer()
+            if self._stream._is_last(self._consumer):
+                self._stream._abort()
             raise
 
     def __del__(self) -> None:
-        if not self._left:  # garbage collection may run on any thread, and in the midst of anything
-            self._stream._post(self._stream._lose_consumer)
+        # Garbage collection may run on any thread, and in the midst of anything: only note it, and abort later.
+        if self._stream._is_last(self._consumer):
+            self._stream._post(self._stream._abort)
