@@ -195,7 +195,8 @@ class Ops(Protocol[Array, Weight]):
         """Rotate q and k at their positions, write k and v into their slots, return the rotated q.
 
         qkv is [T, (num_query_heads + 2 num_kv_heads) head_dim]; the result [T, num_query_heads, head_dim]. Halves are
-        rotated (element i with i + head_dim / 2). `norms`: RMSNorm weights [head_dim] of q and k, and eps; applied first.
+        rotated (element i with i + head_dim / 2). `norms`: RMSNorm weights [head_dim] of q and k, and eps; they are
+        applied first.
         """
 
     def paged_attention(
