@@ -27,4 +27,4 @@ async def main(model: str | None) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:2] or [None]))
+    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else None))

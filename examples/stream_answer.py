@@ -1,4 +1,4 @@
-"""Stream one answer: python examples/stream_answer.py ["a question"] [model]."""
+"""Stream one answer: python examples/stream_answer.py [model]."""
 
 import asyncio
 import sys
@@ -6,10 +6,12 @@ import sys
 from minipaged import Engine, SamplingParams
 
 
-async def main(question: str, model: str | None) -> None:
+async def main(model: str | None) -> None:
     """Print the tokens as they come, then what they took."""
     async with Engine.load(model) as engine:
-        stream = engine.chat([{"role": "user", "content": question}], SamplingParams(temperature=0, max_tokens=200))
+        stream = engine.chat(
+            [{"role": "user", "content": "Why is the sky blue?"}], SamplingParams(temperature=0, max_tokens=200)
+        )
         async for token in stream:
             print(token.text, end="", flush=True)
         completion = await stream.completion()
@@ -21,4 +23,4 @@ async def main(question: str, model: str | None) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "Why is the sky blue?", *sys.argv[2:3] or [None]))
+    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else None))

@@ -79,7 +79,8 @@ class Chat:
         messages = [*self._messages, {"role": "user", "content": text}]
         answer = Answer()
         try:
-            answer.write(self._session.stream(partial(self._session.engine.chat, messages, self._params)))
+            with self._session.stream(partial(self._session.engine.chat, messages, self._params)) as tokens:
+                answer.write(tokens)
         except KeyboardInterrupt:
             if not self._interactive:
                 raise

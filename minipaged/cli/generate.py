@@ -24,4 +24,5 @@ def run(
         else:
             messages = [] if system is None else [{"role": "system", "content": system}]
             start = partial(engine.chat, [*messages, {"role": "user", "content": prompt}], params)
-        Answer().write(session.stream(start))
+        with session.stream(start) as tokens:
+            Answer().write(tokens)

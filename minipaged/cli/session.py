@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
@@ -21,12 +22,12 @@ class Session:
         self._portal = portal
         self.engine = engine
 
-    def stream(self, start: Callable[[], TokenStream]) -> Iterator[Token]:
-        """The tokens of the stream that `start` opens. Leaving the loop, also by Ctrl-C, aborts the request."""
+    @contextmanager
+    def stream(self, start: Callable[[], TokenStream]) -> Iterator[Iterator[Token]]:
+        """The tokens of the stream that `start` opens. Leaving the block, also by Ctrl-C, aborts the request."""
         stream = self._portal.call(start)
         try:
-            while (token := self._portal.call(_next_token, stream)) is not None:
-                yield token
+            yield iter(partial(self._portal.call, _next_token, stream), None)
         finally:
             self._portal.call(stream.abort)
 

@@ -55,14 +55,17 @@ class Terminal:
         """Press keys: "\\x03" is Ctrl-C, "\\x04" Ctrl-D."""
         os.write(self._master, keys.encode())
 
-    def expect(self, text: str) -> str:
-        """Wait until `text` appears after what was expected before; everything new up to and with it."""
-        end = time.monotonic() + PATIENCE
-        while (found := self.screen.find(text, self._seen)) < 0:
-            if not self._read(end):
-                raise AssertionError(f"{text!r} did not appear. The screen:\n{self.screen}")
-        start, self._seen = self._seen, found + len(text)
-        return self.screen[start : self._seen]
+    def expect(self, text: str) -> None:
+        """Wait until `text` appears after what was expected before."""
+        assert self._appears(text, PATIENCE), f"{text!r} did not appear. The screen:\n{self.screen}"
+
+    def interrupt_until(self, text: str) -> None:
+        """Press Ctrl-C until `text` appears: readline misses one that comes just after its prompt."""
+        for _ in range(int(PATIENCE)):
+            self.type("\x03")
+            if self._appears(text, 1.0):
+                return
+        self.expect(text)
 
     def wait(self) -> int:
         """Wait for the command to end; its exit status."""
@@ -70,6 +73,14 @@ class Terminal:
         while self._read(end):
             pass
         return self._process.wait(timeout=PATIENCE)
+
+    def _appears(self, text: str, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while (found := self.screen.find(text, self._seen)) < 0:
+            if not self._read(end):
+                return False
+        self._seen = found + len(text)
+        return True
 
     def _read(self, end: float) -> bool:
         """Read what comes next. False: the command has closed the terminal, or time is over."""
