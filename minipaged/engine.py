@@ -316,8 +316,7 @@ class Engine:
 
     def _accepting(self) -> StepLoop:
         steps = self._running()
-        if steps.error is not None:
-            raise EngineDeadError(str(steps.error)) from steps.error.__cause__
+        steps.check_alive()
         if self._refusal is not None:
             raise EngineDeadError(f"The engine {self._refusal}.")
         return steps

@@ -118,15 +118,20 @@ class StepLoop:
         """Whether every request has ended and no step is under way."""
         return not self._generations and self._in_flight == 0
 
+    def check_alive(self) -> None:
+        """Raise `EngineDeadError` if no step runs any more."""
+        if self.error is not None:
+            raise EngineDeadError(str(self.error)) from self.error.__cause__
+
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until it holds; looked at after every step and every request's end. Raises if the loop has stopped."""
+        """Wait until it holds; looked at after every step and every request's end. Raises as `check_alive`."""
         await anyio.lowlevel.checkpoint()
+        self.check_alive()
         while not condition():
-            if self.error is not None:
-                raise self.error
             changed = anyio.Event()
             self._waiters.append(changed)
             await changed.wait()
+            self.check_alive()
 
     # Steps
 

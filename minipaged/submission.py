@@ -7,7 +7,7 @@ import operator
 import secrets
 import uuid
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import SupportsIndex, cast
@@ -98,7 +98,7 @@ def check_text(prompt: str) -> None:
 
 def check_prompt_ids(prompt: Sequence[int], vocab_size: int) -> array[int]:
     """The token ids as an array. Raises `InvalidRequestError` for anything else than ids in [0, vocab_size)."""
-    if isinstance(prompt, bytes | bytearray | memoryview) or not hasattr(prompt, "__len__"):
+    if isinstance(prompt, bytes | bytearray | memoryview | Mapping) or not hasattr(prompt, "__getitem__"):
         raise InvalidRequestError(
             f"The prompt is a {type(prompt).__name__}; expected a string or a sequence of token ids."
         )
