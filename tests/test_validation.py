@@ -185,7 +185,7 @@ def test_budgets_that_do_not_fit() -> None:
         plan_capacity(EngineConfig(kv_cache_memory=BLOCK - 1), MODEL, "float32")
     with pytest.raises(ConfigError, match="swap_memory is 1 bytes"):
         plan_capacity(EngineConfig(swap_memory=1), MODEL, "float32")
-    with pytest.raises(ConfigError, match="max_model_len is 600.*512"):
+    with pytest.raises(ConfigError, match=r"max_model_len is 600.*512"):
         plan_capacity(EngineConfig(max_model_len=600), MODEL, "float32")
     with pytest.raises(ConfigError, match=f"max_model_len is 65 .*4 KV blocks.*num_blocks >= 5.*{5 * BLOCK} bytes"):
         plan_capacity(EngineConfig(max_model_len=65, num_blocks=4), MODEL, "float32")
