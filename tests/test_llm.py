@@ -80,7 +80,7 @@ def test_stream(llm: LLM) -> None:
 def test_bad_prompt_aborts_the_others(llm: LLM) -> None:
     long = SamplingParams(max_tokens=400, ignore_eos=True)
     with pytest.raises(InvalidRequestError, match="surrogate"):
-        llm.generate([[5], [6], "\ud800", [7]], long)
+        llm.generate(cast(list[Prompt], [[5], [6], "\ud800", [7]]), long)
     with pytest.raises(InvalidRequestError, match="of the prompt is 9999"):
         llm.generate([[5], [6], [9999], [7]], long)
 
