@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -100,16 +100,21 @@ class LLM:
         ]
         return self._complete(starts, progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Token]:
-        """The tokens of one prompt as they come. Leaving the loop aborts the request."""
-        portal = self._open()
-        stream = portal.call(self._engine.generate, prompt, params)
-        try:
-            while (token := portal.call(_next_token, stream)) is not None:
-                yield token
-        finally:
-            if self._close.alive:
-                portal.call(stream.abort)
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Token, None, None]:
+        """The tokens of one prompt as they come. Closing it, as leaving its loop does, aborts the request."""
+        return self._tokens(partial(self._engine.generate, prompt, params))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        template_variables: Mapping[str, object] | None = None,
+    ) -> Generator[Token, None, None]:
+        """The tokens of the answer to one conversation. Otherwise as `stream`."""
+        start = partial(self._engine.chat, messages, params, tools=tools, template_variables=template_variables)
+        return self._tokens(start)
 
     def stats(self) -> EngineStats:
         """A snapshot of queues, blocks and counts."""
@@ -145,6 +150,16 @@ class LLM:
         if not self._close.alive:
             raise EngineDeadError("This LLM was closed.")
         return self._portal
+
+    def _tokens(self, start: Start) -> Generator[Token, None, None]:
+        portal = self._open()
+        stream = portal.call(start)
+        try:
+            while (token := portal.call(_next_token, stream)) is not None:
+                yield token
+        finally:
+            if self._close.alive:
+                portal.call(stream.abort)
 
     def _complete(self, starts: Sequence[Start], progress: bool) -> list[Completion]:
         with _progress_bar(len(starts), enabled=progress) as advance:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import suppress
-from functools import partial
+from contextlib import closing, suppress
 
 import typer
 
 from minipaged.cli.answer import Answer
-from minipaged.cli.session import Session, open_session
+from minipaged.cli.loading_bar import load
 from minipaged.config import EngineConfig
 from minipaged.errors import EngineDeadError, InvalidRequestError, MinipagedError
+from minipaged.llm import LLM
 from minipaged.params import SamplingParams
 
 HELP = """\
@@ -24,17 +24,17 @@ Ctrl-C   stop the answer"""
 
 def run(*, model: str | None, config: EngineConfig, params: SamplingParams, system: str | None) -> None:
     """Take turns until the end of input. Without a terminal each line of standard input is a turn."""
-    with open_session(model, config) as session:
-        if not session.engine.tokenizer.chat_templates:
+    with load(model, config) as llm:
+        if not llm.tokenizer.chat_templates:
             raise InvalidRequestError("This model has no chat template; it can only continue text: minipaged generate.")
-        Chat(session, params, system, interactive=sys.stdin.isatty() and sys.stdout.isatty()).run()
+        Chat(llm, params, system, interactive=sys.stdin.isatty() and sys.stdout.isatty()).run()
 
 
 class Chat:
     """One conversation."""
 
-    def __init__(self, session: Session, params: SamplingParams, system: str | None, *, interactive: bool) -> None:
-        self._session = session
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, *, interactive: bool) -> None:
+        self._llm = llm
         self._params = params
         self._beginning = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._beginning)
@@ -79,7 +79,7 @@ class Chat:
         messages = [*self._messages, {"role": "user", "content": text}]
         answer = Answer()
         try:
-            with self._session.stream(partial(self._session.engine.chat, messages, self._params)) as tokens:
+            with closing(self._llm.stream_chat(messages, self._params)) as tokens:
                 answer.write(tokens)
         except KeyboardInterrupt:
             if not self._interactive:

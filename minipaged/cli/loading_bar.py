@@ -10,11 +10,19 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from minipaged.config import EngineConfig
+from minipaged.llm import LLM
 from minipaged.progress import Progress
 
 
 class InterruptedWorkError(Exception):
     """Ends work on another thread whose result nobody waits for any more."""
+
+
+def load(model: str | None, config: EngineConfig) -> LLM:
+    """Load a model with a progress bar."""
+    with loading_bar() as progress:
+        return LLM(model, config=config, progress=progress)
 
 
 @contextmanager
