@@ -398,8 +398,10 @@ class Engine:
             try:
                 await self._threads.steps.run(self._unload)
             finally:
-                await self._threads.steps.close()
-                await self._threads.text.close()
+                try:
+                    await self._threads.steps.close()
+                finally:
+                    await self._threads.text.close()
 
     def _load(self) -> None:
         """On the worker thread, where `_unload` will follow whatever happens to the task that awaits this."""

@@ -93,7 +93,7 @@ class Generation:
                 finish_reason=finish_reason,
             )
         )
-        if all(sample.finish_reason is not None for sample in self._samples):
+        if finish_reason is not None and all(sample.finish_reason is not None for sample in self._samples):
             self.outbox.finish(self._completion(now))
         return finish_reason is not None
 

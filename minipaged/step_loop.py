@@ -75,10 +75,10 @@ class StepLoop:
             self._timed[generation.id] = generation
 
     def start(self, generation: Generation, request: Request) -> None:
-        """A registered request's prompt is known: queue it. Raises what `Scheduler.submit` does."""
-        self.scheduler.submit(request)
-        generation.begin(request, self._tokenizer)
+        """A registered request's prompt is known: queue it. Raises as `Scheduler.submit`; the caller then fails it."""
         self._num_preparing -= 1
+        generation.begin(request, self._tokenizer)
+        self.scheduler.submit(request)
         self._wake()
 
     def find(self, request_id: str) -> Generation | None:
@@ -151,7 +151,7 @@ class StepLoop:
         self._guard(self._plan_steps)
 
     def _guard(self, action: Callable[[], None]) -> None:
-        """Nobody awaits a callback: what it raises has to kill the loop."""
+        """What the scheduler raises is nobody's own error: it kills the loop. Does nothing once the loop is dead."""
         if self.error is None:
             try:
                 action()
@@ -230,7 +230,7 @@ class StepLoop:
         if generation.request is None:
             self._num_preparing -= 1
         else:
-            self.scheduler.abort(generation.request)
+            self._guard(partial(self.scheduler.abort, generation.request))
         self._notify()
 
     def _notify(self) -> None:

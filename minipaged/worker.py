@@ -67,11 +67,12 @@ class Worker:
         return results[0]
 
     async def close(self) -> None:
-        """Let queued calls finish, then end the thread. Idempotent."""
-        if self._thread.is_alive():
-            await self.run(lambda: None)
-            self._calls.put(None)
-            self._thread.join()  # its queue is empty: this takes microseconds
+        """Let queued calls finish, then end the thread. Once only; if the wait is cancelled, it ends all the same."""
+        finished = anyio.Event()
+        self._calls.put(partial(self._post, finished.set))
+        self._calls.put(None)
+        await finished.wait()
+        self._thread.join()  # takes microseconds now
 
 
 def _run_calls(calls: SimpleQueue[Callable[[], None] | None]) -> None:
