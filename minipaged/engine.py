@@ -136,6 +136,7 @@ class Engine:
 
         Requests that have not ended raise `RequestAbortedError`. Waits for the step in progress; not cancellable.
         """
+        self._check_thread()
         with anyio.CancelScope(shield=True):
             if self._closed is not None:
                 await self._closed.wait()
@@ -310,9 +311,12 @@ class Engine:
         """The step loop, failed or not, of an engine that is started and not closed."""
         if self._steps is None:
             raise EngineDeadError(f"The engine {self._refusal}.")
-        if threading.get_ident() != self._own_thread:
-            raise RuntimeError("An engine can be used only on its event loop's thread; use LLM from other threads.")
+        self._check_thread()
         return self._steps
+
+    def _check_thread(self) -> None:
+        if self._threads is not None and threading.get_ident() != self._own_thread:
+            raise RuntimeError("An engine can be used only on its event loop's thread; use LLM from other threads.")
 
     def _accepting(self) -> StepLoop:
         steps = self._running()

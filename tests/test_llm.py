@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import _thread
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -101,14 +101,51 @@ def test_threads_share_the_batch(llm: LLM) -> None:
     assert [found[index] for index in range(4)] == expected
 
 
+def interrupt_main_thread() -> None:
+    """As Ctrl-C does."""
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGINT)
+
+
 def test_interrupt_aborts_what_is_running(llm: LLM) -> None:
     def interrupt(token_ids: Sequence[int], logits: NDArray[np.float32]) -> NDArray[np.float32]:
         if len(token_ids) == 20:
-            _thread.interrupt_main()
+            interrupt_main_thread()
         return logits
 
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[5], [6]], SamplingParams(max_tokens=500, ignore_eos=True, logits_callback=interrupt))
+    assert llm.generate([[5]], GREEDY)[0].finish_reason == "length"
+
+
+def test_interrupted_loading(tiny_model: Path) -> None:
+    reports: list[int] = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        reports.append(done)
+        if len(reports) == 1:
+            interrupt_main_thread()
+        time.sleep(0.01)
+
+    with pytest.raises(KeyboardInterrupt):
+        LLM(tiny_model, progress=progress)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("minipaged")] == []
+
+
+def test_progress_bar_on_a_terminal_only(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [[5], [6], [7]]
+    llm.generate(prompts, GREEDY)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes anything for a terminal
+    llm.generate(prompts, GREEDY, progress=False)
+    assert capsys.readouterr() == ("", "")
+    llm.generate(prompts, GREEDY)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "3/3" in captured.err
 
 
 def test_closed(tiny_model: Path) -> None:
