@@ -1,8 +1,56 @@
-"""Ships the folder cuda/ inside the package; everything else about packaging stands in pyproject.toml."""
+"""Builds the CPU kernels and ships the folder cuda/ in the package; all else about packaging is in pyproject.toml."""
 
-from setuptools import find_packages, setup
+import os
+import platform
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+COMMON = ["-std=gnu11", "-O3", "-ffp-contract=off", "-pthread"]
+"""No contraction: which products and sums are fused is written in the kernels, so that no compiler decides it anew."""
+
+X86_VARIANTS = {
+    "kernels_v2": ["-march=x86-64-v2"],
+    "kernels_v3": ["-march=x86-64-v3"],
+    "kernels_v4": ["-march=x86-64-v4"],
+    "kernels_v4_vnni": ["-march=x86-64-v4", "-mavx512vnni"],
+}
+
+
+class BuildKernels(build_ext):
+    """Compiles cpu/kernels.c once per instruction set; the module chooses among them when it runs."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile every variant, and link them into one module."""
+        is_x86 = platform.machine().lower() in ("x86_64", "amd64") and "arm64" not in os.environ.get("ARCHFLAGS", "")
+        variants = X86_VARIANTS if is_x86 else {"kernels_base": []}
+        ext.extra_objects = []
+        for name, flags in variants.items():
+            # One folder each: the object files would have the same name.
+            ext.extra_objects += self.compiler.compile(
+                ["cpu/kernels.c"],
+                output_dir=os.path.join(self.build_temp, name),
+                macros=[("KERNELS", name)],
+                extra_postargs=[*COMMON, *flags],
+                depends=ext.depends,
+            )
+        super().build_extension(ext)
+
 
 setup(
     packages=[*find_packages(include=["minipaged", "minipaged.*"]), "minipaged.cuda"],
     package_dir={"minipaged.cuda": "cuda"},
+    ext_modules=[
+        Extension(
+            "minipaged.ops._cpu_kernels",
+            sources=["cpu/module.c", "cpu/team.c"],
+            depends=[f"cpu/{name}.h" for name in ("attention", "command", "linear", "rows", "simd", "team")],
+            extra_compile_args=COMMON,
+            extra_link_args=["-pthread"],
+            py_limited_api=True,
+            optional=True,  # without a compiler the engine runs on the reference operations
+        )
+    ],
+    cmdclass={"build_ext": BuildKernels},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -273,6 +273,11 @@ class Engine:
         return self._model.model_config
 
     @property
+    def device(self) -> str:
+        """What the engine runs on: "cpu", or "reference"."""
+        return self._model.device
+
+    @property
     def capacity(self) -> Capacity:
         """KV blocks and the longest sequence."""
         return self._model.capacity

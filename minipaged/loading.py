@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from minipaged.capacity import Capacity, plan_capacity
 from minipaged.config import EngineConfig
-from minipaged.devices import kv_dtype, open_device
+from minipaged.devices import kv_dtype, with_device
 from minipaged.errors import DeviceError
 from minipaged.models.config import ModelConfig
 from minipaged.models.hub import resolve_model
@@ -36,6 +36,8 @@ class LoadedModel:
     chat_template: ChatTemplate
     capacity: Capacity
     runner: StepRunner
+    device: str
+    """Which one it runs on: "cpu" or "reference"."""
     close: Callable[[], None]
     """Frees what garbage collection does not."""
 
@@ -45,20 +47,24 @@ def load_model(name: str | Path | None, config: EngineConfig, progress: Progress
 
     Raises `ModelLoadError`, `ConfigError` (before any weight is read) and `DeviceError`.
     """
-    ops = open_device(config.device)
-    source = open_model(resolve_model(name, progress))
-    with source.checkpoint:
-        tokenizer = _load_tokenizer(source)
-        chat_template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
-        capacity = plan_capacity(config, source.config, kv_dtype(config.kv_dtype))
-        return LoadedModel(
-            model_config=source.config,
-            tokenizer=tokenizer,
-            chat_template=chat_template,
-            capacity=capacity,
-            runner=_make_runner(source, config, capacity, ops, progress),
-            close=ops.close,
-        )
+
+    def load(ops: Ops[Array, Weight]) -> LoadedModel:
+        source = open_model(resolve_model(name, progress))
+        with source.checkpoint:
+            tokenizer = _load_tokenizer(source)
+            chat_template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
+            capacity = plan_capacity(config, source.config, kv_dtype(config.kv_dtype))
+            return LoadedModel(
+                model_config=source.config,
+                tokenizer=tokenizer,
+                chat_template=chat_template,
+                capacity=capacity,
+                runner=_make_runner(source, config, capacity, ops, progress),
+                device=ops.name,
+                close=ops.close,
+            )
+
+    return with_device(config, load)
 
 
 def _load_tokenizer(source: ModelSource) -> Tokenizer:

@@ -199,13 +199,22 @@ class Runner(Generic[Array, Weight]):
     def _forward(self, arrays: StepArrays) -> tuple[Array | None, dict[int, tuple[tuple[TokenLogprob, ...], ...]]]:
         """Logits of the tokens that sample, if any do, and log-probabilities of prompt tokens by row."""
         batch = self.upload(arrays)
-        hidden = self._model.forward(batch, self._cache)
+        if not arrays.prompt_logprobs:
+            output = self._ops.replay(self._model_logits if arrays.sampling.size else self._model_hidden, batch)
+            return (output if arrays.sampling.size else None), {}
+        hidden = self._model_hidden(batch)
         logits = self._model.logits(hidden, batch) if arrays.sampling.size else None
         prompt_logprobs = {
             int(arrays.rows[sequence]): self._prompt_logprobs(arrays, sequence, hidden, batch)
             for sequence in arrays.prompt_logprobs
         }
         return logits, prompt_logprobs
+
+    def _model_hidden(self, batch: Batch[Array]) -> Array:
+        return self._model.forward(batch, self._cache)
+
+    def _model_logits(self, batch: Batch[Array]) -> Array:
+        return self._model.logits(self._model_hidden(batch), batch)
 
     def _prompt_logprobs(
         self, arrays: StepArrays, sequence: int, hidden: Array, batch: Batch[Array]

@@ -9,7 +9,7 @@ contiguous span. A token's slot is `block * block_size + position % block_size`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -213,6 +213,12 @@ class Ops(Protocol[Array, Weight]):
 
     def take(self, x: Array, indices: Array) -> Array:
         """Rows of x."""
+
+    def replay(self, function: Callable[[Batch[Array]], Array], batch: Batch[Array]) -> Array:
+        """`function(batch)`, which calls only operations above and does the same for every batch of the same sizes.
+
+        A device may record what it does once and repeat that. The result is valid until the next call.
+        """
 
     # Choosing tokens
 

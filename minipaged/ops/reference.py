@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from minipaged.ops import reference_sampling
-from minipaged.ops.base import Batch, Bias, CacheShape, HostArray, Penalties, Sampled, SamplingBatch
+from minipaged.ops.base import Batch
+from minipaged.ops.host_arrays import Array, HostArrays, float32
 from minipaged.ops.tensor import HostTensor
 
-Array = NDArray[np.generic]
 Matrix = NDArray[np.float32]
 
 FEW_ROWS = 8
@@ -19,18 +18,7 @@ FEW_ROWS = 8
 costs about as much as that, and BLAS rounds it differently with the number of rows."""
 
 
-class FinishedCopy:
-    """A copy that was made before the call returned."""
-
-    def done(self) -> bool:
-        """Always true."""
-        return True
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-class ReferenceOps:
+class ReferenceOps(HostArrays):
     """Implements `Ops[Array, Matrix]`; what its methods compute is described there.
 
     Infinity and NaN take their course through the forward pass without a warning, as on every other device: they stay
@@ -50,33 +38,9 @@ class ReferenceOps:
             start += tensor.shape[0]
         return stacked
 
-    def load_vector(self, tensors: Sequence[HostTensor]) -> Array:
-        """float32, concatenated."""
-        return np.concatenate([tensor.float32() for tensor in tensors])
-
     def load_rope(self, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> Array:
         """float32 [2, max_model_len, head_dim / 2]."""
         return np.stack([cos, sin])
-
-    def allocate_cache(self, shape: CacheShape, dtype: str) -> Array:
-        """Zeros [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
-        return np.zeros(_dimensions(shape), _kv_dtype(dtype))
-
-    def allocate_host_cache(self, shape: CacheShape, dtype: str) -> NDArray[np.uint8]:
-        """Zeros [num_blocks, bytes per block]."""
-        num_blocks, *block = _dimensions(shape)
-        return np.zeros((num_blocks, int(np.prod(block)) * _kv_dtype(dtype).itemsize), np.uint8)
-
-    def upload(self, array: HostArray) -> Array:
-        """A copy, so that the caller may reuse its buffer."""
-        return array.copy()
-
-    def download(self, array: Array) -> NDArray[np.float32]:
-        """A copy, so that the caller may write to it."""
-        return _float32(array).copy()
-
-    def close(self) -> None:
-        """Nothing is held here: arrays are freed with their last reference."""
 
     # The forward pass
 
@@ -87,22 +51,22 @@ class ReferenceOps:
     @np.errstate(all="ignore")
     def rms_norm(self, hidden: Array, weight: Array, eps: float, residual: Array | None) -> tuple[Array, Array]:
         """Normalised and weighted; and the sum before that."""
-        x = _float32(hidden)
+        x = float32(hidden)
         if residual is not None:
-            x = x + _float32(residual)
-        return _rms_norm(x, _float32(weight), eps), x
+            x = x + float32(residual)
+        return _rms_norm(x, float32(weight), eps), x
 
     @np.errstate(all="ignore")
     def linear(self, x: Array, weight: Matrix, bias: Array | None) -> Array:
         """x @ weight.T + bias."""
-        rows = _float32(x)
+        rows = float32(x)
         if len(rows) > FEW_ROWS:
             y = rows @ weight.T
         else:
             y = np.empty((len(rows), len(weight)), np.float32)
             for row, result in zip(rows, y, strict=True):
                 np.matmul(weight, row, out=result)
-        return y if bias is None else y + _float32(bias)
+        return y if bias is None else y + float32(bias)
 
     @np.errstate(all="ignore")
     def rope_and_cache(
@@ -117,14 +81,14 @@ class ReferenceOps:
     ) -> Array:
         """The rotated q, [T, num_query_heads, head_dim]."""
         _, _, _, num_kv_heads, block_size, head_dim = cache.shape
-        heads = _float32(qkv).reshape(len(qkv), num_query_heads + 2 * num_kv_heads, head_dim)
+        heads = float32(qkv).reshape(len(qkv), num_query_heads + 2 * num_kv_heads, head_dim)
         q, k, v = np.split(heads, [num_query_heads, num_query_heads + num_kv_heads], axis=1)
         if norms is not None:
             q_norm, k_norm, eps = norms
-            q = _rms_norm(q, _float32(q_norm), eps)
-            k = _rms_norm(k, _float32(k_norm), eps)
+            q = _rms_norm(q, float32(q_norm), eps)
+            k = _rms_norm(k, float32(k_norm), eps)
 
-        cos, sin = _float32(rope)[:, _indices(batch.positions), None]  # [T, 1, head_dim / 2] each
+        cos, sin = float32(rope)[:, _indices(batch.positions), None]  # [T, 1, head_dim / 2] each
         q = _rotate(q, cos, sin)
         k = _rotate(k, cos, sin)
 
@@ -140,7 +104,7 @@ class ReferenceOps:
         """softmax(scale q k.T) v over each token's positions, [T, num_query_heads * head_dim]."""
         num_tokens, num_query_heads, head_dim = query.shape
         num_kv_heads, block_size = cache.shape[3:5]
-        q = _float32(query).reshape(num_tokens, num_kv_heads, num_query_heads // num_kv_heads, head_dim)
+        q = float32(query).reshape(num_tokens, num_kv_heads, num_query_heads // num_kv_heads, head_dim)
         positions = _indices(batch.positions)
         starts = _indices(batch.query_starts)
         tables = _indices(batch.block_tables)[_indices(batch.rows)]
@@ -163,7 +127,7 @@ class ReferenceOps:
     def silu_and_mul(self, gate_up: Array) -> Array:
         """gate / (1 + exp(-gate)) * up."""
         half = gate_up.shape[1] // 2
-        gate, up = _float32(gate_up)[:, :half], _float32(gate_up)[:, half:]
+        gate, up = float32(gate_up)[:, :half], float32(gate_up)[:, half:]
         silu: NDArray[np.float32] = gate / (1 + np.exp(-gate))
         return silu * up
 
@@ -171,59 +135,9 @@ class ReferenceOps:
         """x[indices]."""
         return x[_indices(indices)]
 
-    # Choosing tokens
-
-    def adjust_logits(self, logits: Array, penalties: Penalties[Array] | None, bias: Bias[Array] | None) -> Array:
-        """See `reference_sampling.adjust_logits`."""
-        return reference_sampling.adjust_logits(_float32(logits), penalties, bias)
-
-    def sample(self, logits: Array, raw_logits: Array, batch: SamplingBatch[Array]) -> Sampled:
-        """See `reference_sampling.sample`."""
-        return reference_sampling.sample(_float32(logits), _float32(raw_logits), batch)
-
-    # Blocks
-
-    def fill_blocks(self, cache: Array, blocks: Sequence[int], value: float) -> None:
-        """cache[blocks] = value."""
-        cache[list(blocks)] = np.float32(value).astype(cache.dtype)
-
-    def copy_blocks(self, cache: Array, pairs: Sequence[tuple[int, int]]) -> None:
-        """Every source is read before any destination is written."""
-        sources, destinations = _columns(pairs)
-        cache[destinations] = cache[sources]
-
-    def blocks_to_host(self, cache: Array, host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]) -> FinishedCopy:
-        """Done when it returns."""
-        device_blocks, host_blocks = _columns(pairs)
-        host[host_blocks] = _bytes(cache)[device_blocks]
-        return FinishedCopy()
-
-    def blocks_from_host(self, host: NDArray[np.uint8], cache: Array, pairs: Sequence[tuple[int, int]]) -> FinishedCopy:
-        """Done when it returns."""
-        host_blocks, device_blocks = _columns(pairs)
-        _bytes(cache)[device_blocks] = host[host_blocks]
-        return FinishedCopy()
-
-
-def _float32(array: Array) -> NDArray[np.float32]:
-    return array.astype(np.float32, copy=False)
-
 
 def _indices(array: Array) -> NDArray[np.int64]:
     return array.astype(np.int64, copy=False)
-
-
-def _dimensions(shape: CacheShape) -> tuple[int, ...]:
-    return (shape.num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-
-
-def _kv_dtype(name: str) -> np.dtype[np.generic]:
-    kinds: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16}
-    if name == "bfloat16":
-        import ml_dtypes
-
-        kinds["bfloat16"] = ml_dtypes.bfloat16
-    return np.dtype(kinds[name])
 
 
 def _rms_norm(x: NDArray[np.float32], weight: NDArray[np.float32], eps: float) -> NDArray[np.float32]:
@@ -241,7 +155,7 @@ def _rotate(x: NDArray[np.float32], cos: NDArray[np.float32], sin: NDArray[np.fl
 def _by_head(blocks: Array) -> NDArray[np.float32]:
     """[blocks, num_kv_heads, block_size, head_dim] -> [num_kv_heads, positions, head_dim]."""
     num_blocks, num_kv_heads, block_size, head_dim = blocks.shape
-    return _float32(blocks).swapaxes(0, 1).reshape(num_kv_heads, num_blocks * block_size, head_dim)
+    return float32(blocks).swapaxes(0, 1).reshape(num_kv_heads, num_blocks * block_size, head_dim)
 
 
 def _softmax(scores: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -249,12 +163,3 @@ def _softmax(scores: NDArray[np.float32]) -> NDArray[np.float32]:
     weights: NDArray[np.float32] = np.exp(scores - scores.max(axis=-1, keepdims=True))
     total: NDArray[np.float32] = weights.sum(axis=-1, keepdims=True)
     return weights / total
-
-
-def _bytes(cache: Array) -> NDArray[np.uint8]:
-    """The pool itself as [num_blocks, bytes per block]."""
-    return cache.reshape(len(cache), -1).view(np.uint8)
-
-
-def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    return [first for first, _ in pairs], [second for _, second in pairs]

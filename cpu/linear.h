@@ -1,0 +1,170 @@
+/* out[t][o] = sum over k of x[t][k] * w[o][k] + bias[o], float32 [rows, out], for packed w.
+ *
+ * Packed matrices, tile after tile of TILE = 16 output rows (the last one padded with zeros), so that a vector's lanes
+ * are output rows:
+ *   Q4   per tile and group of 32 inputs, 320 bytes: 16 x (scale, minimum) float16; then 4 vectors of 16 x 4 bytes, of
+ *        which the low nibbles of vector v are the inputs 4v..4v+3 and the high ones 16+4v..16+4v+3
+ *   Q8   likewise 576 bytes: 16 x (scale, minimum); then 8 vectors of 16 x 4 bytes, inputs 4v..4v+3
+ *   F32, F16, BF16   per tile: [in][16] elements
+ * A quantised weight is scale * w + minimum with w an unsigned integer. Activations are signed bytes with a scale per
+ * group, so a group's products are summed exactly, in integers:
+ *   sum of x w = x_scale * (scale * (sum of q w) + minimum * (sum of q))
+ *
+ * A piece of work is some tiles; in a tile, blocks of tokens whose accumulators stay in registers while the weights, unpacked once
+ * for all tokens of the block, stream by. Every output is accumulated group after group (or input after input) in one
+ * lane, whatever the number of tokens: batch size, neighbours and threads never change a bit.
+ * Bytes moved: the matrix once (from the cache for every further block of tokens); one token takes at least
+ * bytes / bandwidth, many take rows * in * out products at 64 bytes per instruction where the processor has VNNI.
+ */
+#ifndef MINIPAGED_LINEAR_H
+#define MINIPAGED_LINEAR_H
+
+#include "command.h"
+#include "simd.h"
+
+enum { PARTS = TILE / LANES };                             /* vectors per 16 output rows */
+enum { TOKENS = LANES == 16 ? 12 : LANES == 8 ? 4 : 2 };   /* tokens of a block: what the registers hold */
+enum { Q4_BYTES = 64 + 4 * 64, Q8_BYTES = 64 + 8 * 64 };
+
+INLINE int tile_bytes(int kind, int in) {
+    switch (kind) {
+    case KIND_Q4: return in / GROUP * Q4_BYTES;
+    case KIND_Q8: return in / GROUP * Q8_BYTES;
+    case KIND_F32: return in * TILE * 4;
+    default: return in * TILE * 2;
+    }
+}
+
+/* Write the accumulators of `tokens` tokens to output columns [column, column + LANES), those that exist. */
+INLINE void write_tile(const Command *c, int token, int column, const vfloat *acc, const int tokens) {
+    int width = c->out - column < LANES ? c->out - column : LANES;
+    if (width <= 0) return;
+    const float *bias = c->bias;
+    for (int t = 0; t < tokens; t++) {
+        float *out = (float *)c->output + (int64_t)(token + t) * c->out + column;
+        float lanes[LANES];
+        store(lanes, acc[t]);
+        if (bias)
+            for (int i = 0; i < width; i++) lanes[i] += bias[column + i];
+        memcpy(out, lanes, width * sizeof(float));
+    }
+}
+
+INLINE void linear_quantised(const Command *c, const uint8_t *tile, int column, int token, const int part,
+                             const int tokens, const int is_q4) {
+    const int groups = c->in / GROUP, bytes = is_q4 ? Q4_BYTES : Q8_BYTES;
+    const int8_t *q = c->quantised.q + (int64_t)token * c->in;
+    const float *scales = c->quantised.scale + (int64_t)token * groups;
+    const float *sums = c->quantised.sum + (int64_t)token * groups;
+    vfloat acc[TOKENS];
+    for (int t = 0; t < tokens; t++) acc[t] = spread(0);
+    for (int g = 0; g < groups; g++, tile += bytes) {
+        const uint8_t *p = tile + part * 4 * LANES;
+        vuint both;
+        memcpy(&both, p, sizeof both);
+        vfloat scale = half_to_float(low_halves(both)), minimum = half_to_float(low_halves(both >> 16));
+        vbyte w[8];
+        if (is_q4) {
+            for (int v = 0; v < 4; v++) {
+                vuint packed = (vuint)load_bytes(p + 64 + v * 64);
+                w[v] = (vbyte)(packed & 0x0f0f0f0f);
+                w[v + 4] = (vbyte)(packed >> 4 & 0x0f0f0f0f);
+            }
+        } else {
+            for (int v = 0; v < 8; v++) w[v] = load_bytes(p + 64 + v * 64);
+        }
+        for (int t = 0; t < tokens; t++) {
+            const int8_t *x = q + (int64_t)t * c->in + g * GROUP;
+            vint sum = spread_int(0);
+            for (int v = 0; v < 8; v++) {
+                int32_t quad;
+                memcpy(&quad, x + 4 * v, 4);
+                sum = dot4(sum, w[v], quad, is_q4);
+            }
+            const int at = t * groups + g;
+            acc[t] = fma_(minimum, spread(sums[at]), acc[t]);
+            acc[t] = fma_(__builtin_convertvector(sum, vfloat), scale * spread(scales[at]), acc[t]);
+        }
+    }
+    write_tile(c, token, column, acc, tokens);
+}
+
+INLINE void linear_float(const Command *c, const uint8_t *tile, int column, int token, const int part, const int tokens,
+                         const int kind) {
+    const float *x = (const float *)c->input + (int64_t)token * c->in_stride;
+    vfloat acc[TOKENS];
+    for (int t = 0; t < tokens; t++) acc[t] = spread(0);
+    for (int k = 0; k < c->in; k++) {
+        const int at = k * TILE + part * LANES;
+        vfloat w = kind == KIND_F32   ? load((const float *)tile + at)
+                   : kind == KIND_F16 ? load_half((const uint16_t *)tile + at)
+                                      : load_bfloat((const uint16_t *)tile + at);
+        for (int t = 0; t < tokens; t++) acc[t] = fma_(w, spread(x[(int64_t)t * c->in_stride + k]), acc[t]);
+    }
+    write_tile(c, token, column, acc, tokens);
+}
+
+/* A block of tokens by all output rows of one tile. */
+INLINE void linear_block(const Command *c, const uint8_t *tile, int column, int token, const int tokens) {
+    for (int part = 0; part < PARTS; part++) {
+        const int at = column + part * LANES;
+        switch (c->kind) {
+        case KIND_Q4: linear_quantised(c, tile, at, token, part, tokens, 1); break;
+        case KIND_Q8: linear_quantised(c, tile, at, token, part, tokens, 0); break;
+        case KIND_F32: linear_float(c, tile, at, token, part, tokens, KIND_F32); break;
+        case KIND_F16: linear_float(c, tile, at, token, part, tokens, KIND_F16); break;
+        case KIND_BF16: linear_float(c, tile, at, token, part, tokens, KIND_BF16); break;
+        }
+    }
+}
+
+/* One function per number of tokens, so that each has its accumulators in registers. */
+#define LINEAR_TOKENS(N)                                                                                     \
+    static __attribute__((noinline)) void linear_##N(const Command *c, const uint8_t *tile, int column, int token) { \
+        linear_block(c, tile, column, token, N);                                                             \
+    }
+LINEAR_TOKENS(1)
+LINEAR_TOKENS(2)
+#if LANES >= 8
+LINEAR_TOKENS(4)
+#endif
+#if LANES >= 16
+LINEAR_TOKENS(3)
+LINEAR_TOKENS(6)
+LINEAR_TOKENS(8)
+LINEAR_TOKENS(12)
+#endif
+
+/* Pieces of work: shares of the tiles, a few for every thread so that a slow one does less. */
+INLINE int linear_share(const Command *c, int num_threads) {
+    const int share = (c->out + TILE - 1) / TILE / (num_threads * 4);
+    return share > 1 ? share : 1;
+}
+
+INLINE int linear_pieces(const Command *c, int num_threads) {
+    const int tiles = (c->out + TILE - 1) / TILE, share = linear_share(c, num_threads);
+    return (tiles + share - 1) / share;
+}
+
+static void linear(const Command *c, int piece, int num_threads) {
+    const int tiles = (c->out + TILE - 1) / TILE, bytes = tile_bytes(c->kind, c->in), share = linear_share(c, num_threads);
+    for (int i = piece * share; i < tiles && i < (piece + 1) * share; i++) {
+        const uint8_t *tile = (const uint8_t *)c->weight + (int64_t)i * bytes;
+        int token = 0;
+#if LANES >= 16
+        for (; token + 12 <= c->rows; token += 12) linear_12(c, tile, i * TILE, token);
+        for (; token + 8 <= c->rows; token += 8) linear_8(c, tile, i * TILE, token);
+        for (; token + 6 <= c->rows; token += 6) linear_6(c, tile, i * TILE, token);
+#endif
+#if LANES >= 8
+        for (; token + 4 <= c->rows; token += 4) linear_4(c, tile, i * TILE, token);
+#endif
+#if LANES >= 16
+        for (; token + 3 <= c->rows; token += 3) linear_3(c, tile, i * TILE, token);
+#endif
+        for (; token + 2 <= c->rows; token += 2) linear_2(c, tile, i * TILE, token);
+        for (; token < c->rows; token++) linear_1(c, tile, i * TILE, token);
+    }
+}
+
+#endif

@@ -1,0 +1,181 @@
+/* Vectors of LANES float32 or int32, for the instruction set that this file is compiled for.
+ *
+ * Everything else is written with these, in GCC and Clang's vector extensions. Only what those cannot say (fused
+ * multiply-add, products of bytes, half precision) has a version per instruction set. Results differ between
+ * instruction sets at most by what fused multiply-add rounds; on one machine only one of them is used.
+ */
+#ifndef MINIPAGED_SIMD_H
+#define MINIPAGED_SIMD_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512BW__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vfloat __attribute__((vector_size(4 * LANES)));
+typedef int32_t vint __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vuint __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vhalf __attribute__((vector_size(2 * LANES)));
+typedef uint8_t vbyte __attribute__((vector_size(4 * LANES)));
+
+INLINE vfloat load(const float *p) {
+    vfloat v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE void store(float *p, vfloat v) { memcpy(p, &v, sizeof v); }
+
+INLINE vfloat spread(float x) { return x - (vfloat){0}; }
+
+INLINE vint spread_int(int32_t x) { return x - (vint){0}; }
+
+INLINE vbyte load_bytes(const void *p) {
+    vbyte v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE vfloat choose(vint condition, vfloat yes, vfloat no) {
+    return (vfloat)((condition & (vint)yes) | (~condition & (vint)no));
+}
+
+INLINE vfloat maximum(vfloat a, vfloat b) { return choose(a > b, a, b); }
+
+/* Sum of all lanes, always in the same order. */
+INLINE float sum_lanes(vfloat v) {
+    float lanes[LANES];
+    store(lanes, v);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+
+INLINE float max_lanes(vfloat v) {
+    float lanes[LANES];
+    store(lanes, v);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+    return lanes[0];
+}
+
+/* a * b + c, rounded once where the processor can. */
+INLINE vfloat fma_(vfloat a, vfloat b, vfloat c) {
+#if defined(__AVX512BW__)
+    return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vfloat)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+/* IEEE half precision, exactly. */
+INLINE vfloat half_to_float(vhalf h) {
+#if defined(__AVX512BW__)
+    return (vfloat)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__AVX2__)
+    return (vfloat)_mm256_cvtph_ps((__m128i)h);
+#elif defined(__aarch64__)
+    return (vfloat)vcvt_f32_f16((float16x4_t)h);
+#else
+    vuint bits = __builtin_convertvector(h, vuint);
+    vuint sign = (bits & 0x8000) << 16, magnitude = bits & 0x7fff;
+    /* Scaling by a power of two moves the exponent and renormalises subnormal numbers; infinity and NaN stay. */
+    vfloat scaled = (vfloat)(magnitude << 13) * spread(0x1p112f);
+    vuint special = (vuint)(magnitude >= 0x7c00);
+    return (vfloat)(sign | (((magnitude << 13) | 0x7f800000) & special) | ((vuint)scaled & ~special));
+#endif
+}
+
+INLINE vfloat load_half(const uint16_t *p) {
+    vhalf h;
+    memcpy(&h, p, sizeof h);
+    return half_to_float(h);
+}
+
+INLINE vfloat load_bfloat(const uint16_t *p) {
+    vhalf h;
+    memcpy(&h, p, sizeof h);
+    return (vfloat)(__builtin_convertvector(h, vuint) << 16);
+}
+
+INLINE vhalf low_halves(vuint v) {
+#if defined(__AVX512BW__)
+    return (vhalf)_mm512_cvtepi32_epi16((__m512i)v);
+#else
+    return __builtin_convertvector(v & 0xffff, vhalf);
+#endif
+}
+
+/* Per lane: acc + the sum of four products of the lane's unsigned bytes with the four signed bytes of x. Exact.
+ * `small`: the unsigned bytes are at most 127, so that the sum of two products fits 16 bits. */
+INLINE vint dot4(vint acc, vbyte w, int32_t x, const int small) {
+#if defined(__AVX512VNNI__) && LANES == 16
+    (void)small;
+    return (vint)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVX512BW__)
+    __m512i y = _mm512_set1_epi32(x), u = (__m512i)w;
+    if (small)
+        return acc + (vint)_mm512_madd_epi16(_mm512_maddubs_epi16(u, y), _mm512_set1_epi16(1));
+    __m512i even = _mm512_madd_epi16(_mm512_and_si512(u, _mm512_set1_epi16(255)),
+                                     _mm512_srai_epi16(_mm512_slli_epi16(y, 8), 8));
+    __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(u, 8), _mm512_srai_epi16(y, 8));
+    return acc + (vint)_mm512_add_epi32(even, odd);
+#elif defined(__AVX2__)
+    __m256i y = _mm256_set1_epi32(x), u = (__m256i)w;
+    if (small)
+        return acc + (vint)_mm256_madd_epi16(_mm256_maddubs_epi16(u, y), _mm256_set1_epi16(1));
+    __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)),
+                                     _mm256_srai_epi16(_mm256_slli_epi16(y, 8), 8));
+    __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(y, 8));
+    return acc + (vint)_mm256_add_epi32(even, odd);
+#else
+    (void)small;
+    vuint words = (vuint)w;
+    int8_t bytes[4];
+    memcpy(bytes, &x, 4);
+    acc += (vint)(words & 255) * spread_int(bytes[0]);
+    acc += (vint)(words >> 8 & 255) * spread_int(bytes[1]);
+    acc += (vint)(words >> 16 & 255) * spread_int(bytes[2]);
+    return acc + (vint)(words >> 24) * spread_int(bytes[3]);
+#endif
+}
+
+/* e**x to about 2 units in the last place: 2**n * p(r), with x = n ln 2 + r (Cody and Waite) and the Taylor series of
+ * degree 7 on |r| <= ln 2 / 2. Underflows to 0 below -87; NaN stays NaN. */
+INLINE vfloat exponential(vfloat x) {
+    vfloat low = choose(x < spread(-87.0f), spread(-87.0f), x);
+    vfloat clamped = choose(low > spread(88.0f), spread(88.0f), low);
+    vfloat n = fma_(clamped, spread(1.44269504f), spread(12582912.0f)) - 12582912.0f; /* rounds to an integer */
+    vfloat r = fma_(n, spread(-0.693359375f), clamped);
+    r = fma_(n, spread(2.12194440e-4f), r);
+    vfloat p = spread(1.0f / 5040);
+    p = fma_(p, r, spread(1.0f / 720));
+    p = fma_(p, r, spread(1.0f / 120));
+    p = fma_(p, r, spread(1.0f / 24));
+    p = fma_(p, r, spread(1.0f / 6));
+    p = fma_(p, r, spread(0.5f));
+    p = fma_(p, r, spread(1.0f));
+    p = fma_(p, r, spread(1.0f));
+    vint exponent = (__builtin_convertvector(n, vint) + 127) << 23;
+    return choose(x < spread(-87.0f), spread(0.0f), choose(x == x, p * (vfloat)exponent, x));
+}
+
+#endif

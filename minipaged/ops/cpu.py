@@ -1,0 +1,383 @@
+"""CpuOps: the Ops protocol on this project's own kernels (the folder cpu/), compiled when the package is installed.
+
+An operation is a `Command`, a record of addresses and sizes. Called alone it runs at once. Inside `replay` the commands
+of a whole forward pass are recorded and run in one call, without the GIL; a decode step of a size seen before runs the
+recorded commands again, so that Python's share of a step does not grow with the number of layers.
+
+Activations are float32. Before a product with a quantised matrix they are quantised to 8 bits per group of 32, by the
+thread that made them. K is kept transposed within its block, [head_dim, block_size].
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from minipaged.errors import ConfigError, DeviceError
+from minipaged.ops import _cpu_kernels
+from minipaged.ops.base import Batch, CacheShape
+from minipaged.ops.cpu_packing import GROUP, Kind, PackedMatrix, pack
+from minipaged.ops.cpu_workspace import Span, Workspace, WorkspaceFullError
+from minipaged.ops.host_arrays import Array, HostArrays
+from minipaged.ops.tensor import HostTensor
+
+MAX_HEAD_DIM = 256
+MAX_BLOCK_SIZE = 64
+RECORDED_TOKENS = 512
+"""Steps of up to so many tokens, one per sequence, are kept for replay."""
+
+EMBED, RMS_NORM, QUANTISE, LINEAR, ROPE_CACHE, ATTENTION, SILU_MUL, TAKE = range(8)
+
+COMMAND_DTYPE = np.dtype(
+    [
+        *((name, np.int32) for name in ("op", "kind", "rows", "in", "out", "in_stride", "layer", "num_layers")),
+        *((name, np.int32) for name in ("num_query_heads", "num_kv_heads", "head_dim", "block_size", "window")),
+        *((name, np.float32) for name in ("eps", "scale")),
+        *((name, np.uint64) for name in ("input", "second", "weight", "bias", "third", "output", "extra", "cache")),
+        *((name, np.uint64) for name in ("q", "q_scale", "q_sum", "batch")),
+    ],
+    align=True,
+)
+"""`Command` of cpu/command.h."""
+
+HEADER_FIELDS = ("token_ids", "positions", "slots", "query_starts", "rows", "block_tables", "sampled")
+"""`BatchHeader` of cpu/command.h: these addresses, then the tables' width and the number of sequences."""
+
+Commands = NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantised:
+    """Activations in 8 bits: x = scale * q; `sum` is scale times the sum of a group's q."""
+
+    q: Array
+    scale: Array
+    sum: Array
+
+
+@dataclass(slots=True)
+class _Product:
+    """How a recorded array is made, and where its quantised form goes if that is wanted.
+
+    The place for it is taken together with the array's: what is free later may be in use when the command runs.
+    """
+
+    command: Commands
+    quantised: _Quantised
+    is_quantised: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A forward pass that can be run again."""
+
+    commands: Commands
+    output: Array
+
+
+class CpuOps(HostArrays):
+    """Implements `Ops[Array, PackedMatrix]`; what its methods compute is described there.
+
+    Raises `DeviceError` if the threads cannot be started or the instruction set is not supported.
+    """
+
+    name = "cpu"
+
+    def __init__(self, num_threads: int, instruction_set: str | None = None) -> None:
+        supported = _cpu_kernels.supported()
+        if instruction_set is not None and instruction_set not in supported:
+            raise DeviceError(
+                f"Instruction set {instruction_set!r} is not supported here; expected one of {supported}."
+            )
+        self.instruction_set = instruction_set or supported[-1]
+        self.num_threads = num_threads
+        self.kernel_seconds = 0.0
+        """Time spent inside the kernels so far."""
+        try:
+            self._team = _cpu_kernels.create_team(num_threads)
+        except OSError as error:
+            raise DeviceError(f"{error}; give a smaller num_threads.") from error
+        self._header = np.zeros(len(HEADER_FIELDS) + 2, np.uint64)
+        self._workspace = Workspace(2**20)
+        self._recording: list[Commands] | None = None
+        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._batch: Batch[Array] | None = None
+
+    # Loading
+
+    def load_matrix(self, tensors: Sequence[HostTensor]) -> PackedMatrix:
+        """Packed in its own precision."""
+        return pack(tensors)
+
+    def load_rope(self, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> Array:
+        """float32 [max_model_len, head_dim]: a row's cosines, then its sines."""
+        return np.ascontiguousarray(np.concatenate([cos, sin], axis=1), np.float32)
+
+    def allocate_cache(self, shape: CacheShape, dtype: str) -> Array:
+        """As every backend's, with room behind it: the kernels read whole vectors. Raises `ConfigError`."""
+        if shape.head_dim > MAX_HEAD_DIM or shape.block_size > MAX_BLOCK_SIZE:
+            raise ConfigError(
+                f"head_dim is {shape.head_dim} and block_size {shape.block_size}; the CPU kernels take at most "
+                f'{MAX_HEAD_DIM} and {MAX_BLOCK_SIZE}. Give a smaller block_size, or device="reference".'
+            )
+        exact = super().allocate_cache(shape, dtype)
+        with_room = np.zeros(exact.size + MAX_BLOCK_SIZE, exact.dtype)
+        return with_room[: exact.size].reshape(exact.shape)
+
+    def close(self) -> None:
+        """Forget the recorded passes; threads end when the last reference to this object does."""
+        self._recorded.clear()
+        self._workspace = Workspace(2**20)
+
+    # Running
+
+    def replay(self, function: Callable[[Batch[Array]], Array], batch: Batch[Array]) -> Array:
+        """`function(batch)`, recorded and run in one call."""
+        num_tokens, num_sampled = len(batch.token_ids), len(batch.sampled)
+        key = (num_tokens, num_sampled)
+        is_decode = num_tokens == len(batch.rows) and num_tokens <= RECORDED_TOKENS
+        recorded = self._recorded.get(key) if is_decode else None
+        if recorded is None:
+            recorded = self._record(function, batch)
+            if is_decode:
+                self._recorded[key] = recorded
+        self._fill_header(batch)
+        self._run(recorded.commands)
+        return recorded.output
+
+    def _record(self, function: Callable[[Batch[Array]], Array], batch: Batch[Array]) -> _Recorded:
+        while True:
+            self._workspace.reset()
+            commands: list[Commands] = []
+            self._recording = commands
+            self._batch = batch
+            try:
+                output = function(batch)
+                return _Recorded(np.concatenate(commands), output)
+            except WorkspaceFullError:
+                self._recorded.clear()  # they point into the memory that is about to be replaced
+                self._workspace.grow()
+            finally:
+                self._recording = self._batch = None
+
+    def _run(self, commands: Commands) -> None:
+        started = time.perf_counter()
+        _cpu_kernels.run(self._team, self.instruction_set, commands)
+        self.kernel_seconds += time.perf_counter() - started
+
+    def _emit(self, output: Array, **fields: int | float) -> Commands:
+        """A command that makes `output`: recorded, or run at once."""
+        command = np.zeros(1, COMMAND_DTYPE)
+        for name, value in fields.items():
+            command[name] = value
+        command["output"] = _address(output)
+        if self._recording is None:
+            self._run(command)
+        else:
+            self._recording.append(command)
+        return command
+
+    def _emit_rows(self, output: Array, **fields: int | float) -> Array:
+        """Likewise for operations that can quantise the rows they make."""
+        rows, width = output.shape
+        command = self._emit(output, **fields)
+        span = _span(output)
+        if self._recording is not None and span is not None and width % GROUP == 0:
+            span.companion = _Product(command, self._empty_quantised(rows, width))
+        return output
+
+    def _empty(self, shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
+        return np.empty(shape, dtype) if self._recording is None else self._workspace.take(shape, dtype)
+
+    def _use(self, batch: Batch[Array]) -> int:
+        """Address of the header, which describes this batch when the command runs."""
+        if self._recording is None:
+            self._fill_header(batch)
+        else:
+            assert batch is self._batch, "a recorded function used another batch"
+        return _address(self._header)
+
+    def _fill_header(self, batch: Batch[Array]) -> None:
+        addresses = [_address(getattr(batch, name)) for name in HEADER_FIELDS]
+        self._header[:] = [*addresses, batch.block_tables.shape[1], len(batch.rows)]
+
+    # The forward pass
+
+    def embed(self, token_ids: Array, table: PackedMatrix) -> Array:
+        """Rows of the table, decoded."""
+        if self._recording is None:
+            self._header[0] = _address(token_ids)
+        output = self._empty((len(token_ids), table.in_features))
+        self._emit(
+            output,
+            op=EMBED,
+            kind=table.kind,
+            rows=len(token_ids),
+            out=table.in_features,
+            weight=_address(table.data),
+            batch=_address(self._header),
+        )
+        return output
+
+    def rms_norm(self, hidden: Array, weight: Array, eps: float, residual: Array | None) -> tuple[Array, Array]:
+        """One pass: sum, norm and, where a quantised product follows, quantisation."""
+        total = hidden if residual is None else self._empty(hidden.shape)
+        output = self._emit_rows(
+            self._empty(hidden.shape),
+            op=RMS_NORM,
+            rows=len(hidden),
+            **{"in": hidden.shape[1]},
+            eps=eps,
+            input=_address(hidden),
+            second=0 if residual is None else _address(residual),
+            weight=_address(weight),
+            extra=_address(total),
+        )
+        return output, total
+
+    def linear(self, x: Array, weight: PackedMatrix, bias: Array | None) -> Array:
+        """Integer products for a quantised weight, else float32."""
+        fields = {
+            "op": LINEAR,
+            "kind": weight.kind,
+            "rows": len(x),
+            "in": weight.in_features,
+            "out": weight.out_features,
+            "weight": _address(weight.data),
+            "bias": 0 if bias is None else _address(bias),
+        }
+        quantised = self._quantise(x) if weight.is_quantised else None  # a name, so that it lives until it has run
+        if quantised is not None:
+            fields |= _quantised_fields(quantised)
+        else:
+            fields |= {"input": _address(x), "in_stride": x.strides[0] // 4}
+        output = self._empty((len(x), weight.out_features))
+        self._emit(output, **fields)
+        return output
+
+    def _quantise(self, x: Array) -> _Quantised:
+        """The quantised form of x, made by the command that makes x if there is one that can."""
+        span = _span(x)
+        product = None if span is None else span.companion
+        if isinstance(product, _Product):
+            if not product.is_quantised:
+                product.is_quantised = True
+                for name, value in _quantised_fields(product.quantised).items():
+                    product.command[name] = value
+            return product.quantised
+        rows, width = x.shape
+        quantised = self._empty_quantised(rows, width)
+        fields = {"op": QUANTISE, "rows": rows, "in": width, "input": _address(x), "in_stride": x.strides[0] // 4}
+        self._emit(quantised.q, **fields, **_quantised_fields(quantised))
+        return quantised
+
+    def _empty_quantised(self, rows: int, width: int) -> _Quantised:
+        groups = (rows, width // GROUP)
+        return _Quantised(self._empty((rows, width), np.int8), self._empty(groups), self._empty(groups))
+
+    def rope_and_cache(
+        self,
+        qkv: Array,
+        rope: Array,
+        cache: Array,
+        layer: int,
+        batch: Batch[Array],
+        num_query_heads: int,
+        norms: tuple[Array, Array, float] | None,
+    ) -> Array:
+        """Rotates q and k in place; the result is a view of qkv."""
+        head_dim = cache.shape[5]
+        q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
+        self._emit(
+            qkv,
+            op=ROPE_CACHE,
+            rows=len(qkv),
+            num_query_heads=num_query_heads,
+            eps=eps,
+            second=_address(rope),
+            weight=0 if q_norm is None else _address(q_norm),
+            bias=0 if k_norm is None else _address(k_norm),
+            batch=self._use(batch),
+            **_cache_fields(cache, layer),
+        )
+        return qkv[:, : num_query_heads * head_dim].reshape(len(qkv), num_query_heads, head_dim)
+
+    def paged_attention(
+        self, query: Array, cache: Array, layer: int, batch: Batch[Array], scale: float, window: int | None
+    ) -> Array:
+        """Online softmax over the blocks, in order of position."""
+        num_tokens, num_query_heads, head_dim = query.shape
+        output = self._empty((num_tokens, num_query_heads * head_dim))
+        self._emit(
+            output,
+            op=ATTENTION,
+            rows=num_tokens,
+            in_stride=query.strides[0] // 4,
+            num_query_heads=num_query_heads,
+            window=window or 0,
+            scale=scale,
+            input=_address(query),
+            batch=self._use(batch),
+            **_cache_fields(cache, layer),
+        )
+        return output
+
+    def silu_and_mul(self, gate_up: Array) -> Array:
+        """And quantisation where a quantised product follows."""
+        rows, width = len(gate_up), gate_up.shape[1] // 2
+        return self._emit_rows(self._empty((rows, width)), op=SILU_MUL, rows=rows, out=width, input=_address(gate_up))
+
+    def take(self, x: Array, indices: Array) -> Array:
+        """Rows of x; within a recorded function, those that sample."""
+        if self._recording is None:
+            taken: Array = x[indices]
+            return taken
+        assert self._batch is not None
+        assert indices is self._batch.sampled, "a recorded function took other rows than those that sample"
+        return self._emit_rows(
+            self._empty((len(indices), x.shape[1])),
+            op=TAKE,
+            rows=len(indices),
+            **{"in": x.shape[1]},
+            input=_address(x),
+            batch=_address(self._header),
+        )
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _span(array: Array) -> Span | None:
+    """The piece of workspace that an array lies in."""
+    base = array.base
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return base if isinstance(base, Span) else None
+
+
+def _quantised_fields(quantised: _Quantised) -> dict[str, int]:
+    return {
+        "q": _address(quantised.q),
+        "q_scale": _address(quantised.scale),
+        "q_sum": _address(quantised.sum),
+    }
+
+
+def _cache_fields(cache: Array, layer: int) -> dict[str, int]:
+    _, num_layers, _, num_kv_heads, block_size, head_dim = cache.shape
+    kinds = {"float32": Kind.F32, "float16": Kind.F16, "bfloat16": Kind.BF16}
+    return {
+        "kind": kinds[cache.dtype.name],
+        "layer": layer,
+        "num_layers": num_layers,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "block_size": block_size,
+        "cache": _address(cache),
+    }
