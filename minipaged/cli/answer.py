@@ -17,7 +17,7 @@ class Answer:
         self.text = ""
 
     def write(self, tokens: Iterator[Token]) -> None:
-        """Write each token's text to standard output at once, and a line end after the last."""
+        """Write each token's text to standard output at once, and end the line, also after an interruption."""
         finish_reason = None
         try:
             for token in tokens:
@@ -26,7 +26,7 @@ class Answer:
                 sys.stdout.write(token.text)
                 sys.stdout.flush()
         finally:
-            if not self.text.endswith("\n"):
+            if self.text and not self.text.endswith("\n"):
                 sys.stdout.write("\n")
                 sys.stdout.flush()
         if finish_reason == "length" and sys.stderr.isatty():

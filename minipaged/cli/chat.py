@@ -73,6 +73,8 @@ class Chat:
                     raise
                 print()
                 self._tell("Ctrl-D or /exit leaves.")
+            except UnicodeDecodeError as error:
+                self._report(InvalidRequestError(f"The line is not {error.encoding} text ({error.reason})."))
 
     def _answer(self, text: str) -> None:
         """Answer a turn. One that fails, or is stopped before its first word, is as if it had not been."""
@@ -85,15 +87,17 @@ class Chat:
             if not self._interactive:
                 raise
             self._tell("(stopped)")
-        except EngineDeadError:
-            raise
         except MinipagedError as error:
-            if not self._interactive:
-                raise
-            typer.secho(f"Error: {error}", fg="red", err=True)
+            self._report(error)
             return
         if answer.text:
             self._messages = [*messages, {"role": "assistant", "content": answer.text}]
+
+    def _report(self, error: MinipagedError) -> None:
+        """A person can try again; a script, or a dead engine, cannot."""
+        if not self._interactive or isinstance(error, EngineDeadError):
+            raise error
+        typer.secho(f"Error: {error}", fg="red", err=True)
 
     def _tell(self, text: str) -> None:
         typer.secho(text, dim=True, err=True)

@@ -8,7 +8,7 @@ from tests.cli.terminal import Terminal
 OPTIONS = ("--temperature", "0", "--max-tokens", "12")
 
 
-def chat(typed: str, *arguments: str) -> Result:
+def chat(typed: str | bytes, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["chat", *arguments, *OPTIONS], input=typed)
 
 
@@ -51,6 +51,12 @@ def test_a_model_without_chat_template_says_what_works(base_model: str) -> None:
     result = chat("Why?\n", "--model", base_model)
     assert result.exit_code == 1
     assert "minipaged generate" in result.stderr
+
+
+def test_input_that_is_no_text_is_an_error(model: str) -> None:
+    result = chat(b"Why?\n\xff\n", "--model", model)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: The line is not utf-8 text")
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(model: str) -> None:

@@ -80,8 +80,14 @@ def test_stop_texts_end_the_answer(model: str) -> None:
 
 def test_an_empty_prompt_is_an_error(model: str) -> None:
     result = generate("", "--raw", "--model", model)
-    assert result.exit_code == 1
+    assert (result.exit_code, result.stdout) == (1, "")
     assert "empty" in result.stderr
+
+
+def test_a_prompt_longer_than_the_context_is_an_error(model: str) -> None:
+    result = generate("the " * 300, "--model", model, "--kv-memory", "64KiB")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("Error: ")
 
 
 def test_memory_too_small_for_a_block_is_an_error(model: str) -> None:
