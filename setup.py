@@ -44,7 +44,9 @@ setup(
         Extension(
             "minipaged.ops._cpu_kernels",
             sources=["cpu/module.c", "cpu/team.c"],
-            depends=[f"cpu/{name}.h" for name in ("attention", "command", "linear", "rows", "simd", "team")],
+            depends=[
+                f"cpu/{name}.h" for name in ("attention", "command", "linear", "rows", "sampling", "simd", "team")
+            ],
             extra_compile_args=COMMON,
             extra_link_args=["-pthread"],
             py_limited_api=True,

@@ -14,7 +14,8 @@ enum { GROUP = 32 };  /* inputs that share a scale and a minimum */
 /* Element types of packed matrices and of the KV cache. */
 enum { KIND_F32, KIND_F16, KIND_BF16, KIND_Q4, KIND_Q8 };
 
-enum { OP_EMBED, OP_RMS_NORM, OP_QUANTISE, OP_LINEAR, OP_ROPE_CACHE, OP_ATTENTION, OP_SILU_MUL, OP_TAKE };
+enum { OP_EMBED, OP_RMS_NORM, OP_QUANTISE, OP_LINEAR, OP_ROPE_CACHE, OP_ATTENTION, OP_SILU_MUL, OP_TAKE,
+       OP_SAMPLE };
 
 /* A row of activations, quantised for a product with a Q4 or Q8 matrix: x = scale * q in every group. */
 typedef struct {

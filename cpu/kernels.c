@@ -1,6 +1,7 @@
 /* The commands of a forward pass as loops, for one instruction set: compiled several times, KERNELS naming each. */
 
 #include "attention.h"
+#include "sampling.h"
 #include "team.h"
 
 static int pieces(const void *commands, int index, int num_threads) {
@@ -23,6 +24,7 @@ static void run(const void *commands, int index, int piece, int num_threads) {
     case OP_ATTENTION: attention(c, piece); break;
     case OP_SILU_MUL: silu_and_mul(c, piece); break;
     case OP_TAKE: take_rows(c, piece); break;
+    case OP_SAMPLE: sample(c, piece); break;
     }
 }
 

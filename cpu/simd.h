@@ -65,6 +65,12 @@ INLINE float sum_lanes(vfloat v) {
     return lanes[0];
 }
 
+INLINE int any_lane(vint v) {
+    int32_t any = 0;
+    for (int i = 0; i < LANES; i++) any |= v[i];
+    return any != 0;
+}
+
 INLINE float max_lanes(vfloat v) {
     float lanes[LANES];
     store(lanes, v);

@@ -19,10 +19,12 @@ from numpy.typing import DTypeLike, NDArray
 
 from minipaged.errors import ConfigError, DeviceError
 from minipaged.ops import _cpu_kernels
-from minipaged.ops.base import Batch, CacheShape
+from minipaged.ops.base import Batch, CacheShape, Sampled, SamplingBatch
 from minipaged.ops.cpu_packing import GROUP, Kind, PackedMatrix, pack
 from minipaged.ops.cpu_workspace import Span, Workspace, WorkspaceFullError
-from minipaged.ops.host_arrays import Array, HostArrays
+from minipaged.ops.host_arrays import Array, HostArrays, float32
+from minipaged.ops.philox import uniforms
+from minipaged.ops.reference_sampling import logprobs
 from minipaged.ops.tensor import HostTensor
 
 MAX_HEAD_DIM = 256
@@ -30,7 +32,7 @@ MAX_BLOCK_SIZE = 64
 RECORDED_TOKENS = 512
 """Steps of up to so many tokens, one per sequence, are kept for replay."""
 
-EMBED, RMS_NORM, QUANTISE, LINEAR, ROPE_CACHE, ATTENTION, SILU_MUL, TAKE = range(8)
+EMBED, RMS_NORM, QUANTISE, LINEAR, ROPE_CACHE, ATTENTION, SILU_MUL, TAKE, SAMPLE = range(9)
 
 COMMAND_DTYPE = np.dtype(
     [
@@ -103,6 +105,7 @@ class CpuOps(HostArrays):
             raise DeviceError(f"{error}; give a smaller num_threads.") from error
         self._header = np.zeros(len(HEADER_FIELDS) + 2, np.uint64)
         self._workspace = Workspace(2**20)
+        self._scratch = np.empty(0, np.float32)
         self._recording: list[Commands] | None = None
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._batch: Batch[Array] | None = None
@@ -346,6 +349,36 @@ class CpuOps(HostArrays):
             input=_address(x),
             batch=_address(self._header),
         )
+
+    # Choosing tokens
+
+    def sample(self, logits: Array, raw_logits: Array, batch: SamplingBatch[Array]) -> Sampled:
+        """By the rules of `reference_sampling.sample`, a row at a time."""
+        num_rows, vocab_size = logits.shape
+        if self._scratch.size < logits.size:
+            self._scratch = np.empty(logits.size, np.float32)
+        numbers = uniforms(
+            batch.seeds.astype(np.uint64, copy=False),
+            batch.streams.astype(np.uint32, copy=False),
+            batch.positions.astype(np.uint32, copy=False),
+        )
+        token_ids = np.empty(num_rows, np.int32)
+        self._emit(
+            token_ids,
+            op=SAMPLE,
+            rows=num_rows,
+            **{"in": vocab_size},
+            input=_address(logits),
+            second=_address(batch.temperature),
+            weight=_address(batch.top_p),
+            bias=_address(batch.min_p),
+            third=_address(numbers),
+            extra=_address(batch.top_k),
+            cache=_address(self._scratch),
+        )
+        if batch.num_logprobs < 0:
+            return Sampled(token_ids, None, None, None)
+        return Sampled(token_ids, *logprobs(float32(raw_logits), token_ids, batch.num_logprobs))
 
 
 def _address(array: Array) -> int:
