@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 import minipaged.runner
 from minipaged.config import EngineConfig
 from minipaged.errors import DeviceError, RequestFailedError
-from minipaged.ops.reference import FinishedCopy, ReferenceOps
+from minipaged.ops.host_arrays import FinishedCopy
+from minipaged.ops.reference import ReferenceOps
 from minipaged.output import TokenLogprob
 from minipaged.params import SamplingParams
 from minipaged.runner import Runner
