@@ -142,6 +142,20 @@ def test_stop_string_ends_the_text_before_it(run: RunAsync, tiny_model: Path) ->
     run(main)
 
 
+def test_stop_string_ends_only_its_own_sample(run: RunAsync, tiny_model: Path) -> None:
+    params = SamplingParams(n=4, max_tokens=30, seed=5, ignore_eos=True)
+
+    async def main() -> None:
+        async with tiny_engine(tiny_model) as engine:
+            whole = [choice.text for choice in (await engine.generate([5, 6, 7], params).completion()).choices]
+            stop = whole[2][10:13]
+            completion = await engine.generate([5, 6, 7], replace(params, stop=stop)).completion()
+            assert [choice.text for choice in completion.choices] == [text.split(stop)[0] for text in whole]
+            assert {choice.finish_reason for choice in completion.choices} == {"stop", "length"}
+
+    run(main)
+
+
 def test_stop_string_complete_with_the_last_token_wins_over_length(run: RunAsync, tiny_model: Path) -> None:
     async def main() -> None:
         async with tiny_engine(tiny_model) as engine:

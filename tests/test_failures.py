@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import anyio
 import numpy as np
@@ -21,8 +22,7 @@ from minipaged import (
 )
 from minipaged.models.llama import Llama
 from minipaged.ops.base import Array, Batch, Weight
-from minipaged.scheduler import Committed, Scheduler
-from minipaged.step import StepResult
+from minipaged.scheduler import Scheduler
 from tests.conftest import RunAsync
 from tests.engines import gated_engine, tiny_engine, until
 
@@ -138,13 +138,13 @@ def test_failing_sample_fails_its_whole_request(run: RunAsync, tiny_model: Path)
     run(main)
 
 
-@pytest.mark.parametrize("where", ["runner", "scheduler"])
+@pytest.mark.parametrize("where", ["runner", "commit", "plan"])
 def test_fatal_error_wakes_every_waiter(
     run: RunAsync, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     cause = ArithmeticError("the device is gone")
 
-    def commit(self: Scheduler, result: StepResult) -> Committed:
+    def fail(*arguments: object) -> NoReturn:
         raise cause
 
     async def main() -> None:
@@ -179,7 +179,7 @@ def test_fatal_error_wakes_every_waiter(
                 if where == "runner":
                     gate.failure = cause
                 else:
-                    monkeypatch.setattr(Scheduler, "commit", commit)
+                    monkeypatch.setattr(Scheduler, where, fail)
                 gate.open()
             monkeypatch.undo()
             assert [error.__cause__ for error in errors] == [cause] * 11
