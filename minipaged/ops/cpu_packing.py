@@ -14,6 +14,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from minipaged.errors import ModelLoadError
 from minipaged.ops.tensor import HostTensor
 
 TILE = 16
@@ -127,18 +128,30 @@ def _elements(tensor: HostTensor, kind: Kind) -> NDArray[np.generic]:
     return tensor.rows.view(np.uint16).reshape(tensor.shape)
 
 
+@np.errstate(over="ignore", invalid="ignore")  # `_check` finds what comes of it
 def _group_words(tensor: HostTensor, kind: Kind) -> Words:
     """[rows, groups, 1 + 4 or 8]: scale and minimum, then the integers."""
-    exact = _EXACT.get(tensor.encoding)
     if tensor.encoding == "Q4_1" and kind is Kind.Q4:
-        return tensor.rows.view(np.uint32).reshape(len(tensor.rows), -1, 5)  # this very order
-    if exact is None:
-        groups = _quantise_again(tensor.float32())
-    elif kind is Kind.Q8 and _kind_of(tensor) is Kind.Q4:
-        groups = _widen(exact(tensor.rows))
-    else:
-        groups = exact(tensor.rows)
+        words = tensor.rows.view(np.uint32).reshape(len(tensor.rows), -1, 5)  # this very order
+        _check(tensor, words[..., 0])
+        return words
+    exact = _EXACT.get(tensor.encoding)
+    groups = exact(tensor.rows) if exact else _quantise_again(tensor)
+    _check(tensor, groups.scales)
+    if kind is Kind.Q8 and _kind_of(tensor) is Kind.Q4:
+        groups = _widen(groups)
     return np.concatenate([groups.scales[..., None], groups.words], axis=-1)
+
+
+def _check(tensor: HostTensor, scales: NDArray[np.uint32]) -> None:
+    """Raises `ModelLoadError` if a scale or minimum is infinite or NaN."""
+    for exponent in (0x7C00, 0x7C00 << 16):
+        if ((scales & np.uint32(exponent)) == exponent).any():
+            raise ModelLoadError(
+                f"{tensor.name} ({tensor.encoding}) holds weights that are not finite, or too large for the "
+                "float16 scales and minima that the CPU kernels keep. Most likely the file is damaged: download or "
+                'convert it again. device="reference" takes it as it is.'
+            )
 
 
 def _half_pairs(scale: NDArray[np.floating], minimum: NDArray[np.floating]) -> NDArray[np.uint32]:
@@ -146,7 +159,7 @@ def _half_pairs(scale: NDArray[np.floating], minimum: NDArray[np.floating]) -> N
     return np.ascontiguousarray(pairs).view(np.uint32)[..., 0]
 
 
-def _bytes_as_words(q: NDArray[np.integer]) -> Words:
+def _bytes_as_words(q: NDArray[np.number]) -> Words:
     return np.ascontiguousarray(q.astype(np.uint8, copy=False)).view(np.uint32)
 
 
@@ -254,12 +267,25 @@ def _widen(groups: _Groups) -> _Groups:
     return _Groups(_bytes_as_words(np.concatenate([nibbles & 15, nibbles >> 4], axis=-1)), groups.scales)
 
 
-def _quantise_again(weights: Float32) -> _Groups:
-    """To 8 bits between the smallest and the largest weight of each group."""
+def _quantise_again(tensor: HostTensor) -> _Groups:
+    """To 8 bits between the smallest and the largest weight of each group, none of which is cut off.
+
+    For that the minimum is rounded down to float16 and the scale up: no weight is off by more than half a step.
+    """
+    weights = tensor.float32()
     groups = weights.reshape(len(weights), -1, GROUP)
-    low, high = groups.min(axis=-1), groups.max(axis=-1)
-    pairs = _half_pairs((high - low) / 255, low)
-    stored = np.ascontiguousarray(pairs).view(np.float16).reshape(*pairs.shape, 2).astype(np.float32)
-    scale = np.where(stored[..., 0] > 0, stored[..., 0], 1)
-    q = np.clip(np.rint((groups - stored[..., 1, None]) / scale[..., None]), 0, 255)
-    return _Groups(_bytes_as_words(q.astype(np.uint8)), pairs)
+    minimum = _round_half(groups.min(axis=-1), -np.inf)
+    scale = _round_half((groups.max(axis=-1) - minimum.astype(np.float32)) / 255, np.inf)
+    pairs = _half_pairs(scale, minimum)
+    _check(tensor, pairs)
+    step = np.where(scale > 0, scale, 1).astype(np.float32)
+    q = np.rint((groups - minimum.astype(np.float32)[..., None]) / step[..., None])
+    return _Groups(_bytes_as_words(q), pairs)
+
+
+def _round_half(x: Float32, towards: float) -> NDArray[np.float16]:
+    """To float16, towards an infinity."""
+    nearest = x.astype(np.float16)
+    beyond = np.nextafter(nearest, np.float16(towards))
+    is_short = nearest > x if towards < 0 else nearest < x
+    return np.where(is_short, beyond, nearest)
