@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +27,7 @@ It runs on the worker thread, after penalties and bias and before temperature. W
 class SamplingParams:
     """Immutable sampling settings, validated when constructed; token ids are validated again at submit.
 
-    Raises `InvalidRequestError` for a value out of range.
+    Raises `InvalidRequestError` for a value of another type or out of range.
     """
 
     temperature: float = 1.0
@@ -66,47 +68,45 @@ class SamplingParams:
     """A function over each step's logits, see `LogitsCallback`."""
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        check = _check
-        check("temperature", self.temperature, 0 <= self.temperature < math.inf, "a finite number >= 0")
-        check("top_k", self.top_k, self.top_k >= -1, "an integer >= -1")
-        check("top_p", self.top_p, 0 < self.top_p <= 1, "a number in (0, 1]")
-        check("min_p", self.min_p, 0 <= self.min_p <= 1, "a number in [0, 1]")
-        check("seed", self.seed, self.seed is None or 0 <= self.seed < 2**64, "None or an integer in [0, 2**64)")
-        check(
-            "max_tokens",
-            self.max_tokens,
-            self.max_tokens is None or self.max_tokens >= 1,
-            "None or an integer >= 1",
-        )
-        check("min_tokens", self.min_tokens, self.min_tokens >= 0, "an integer >= 0")
+        _number("temperature", self.temperature, "a finite number >= 0", lambda x: 0 <= x < math.inf)
+        _integer("top_k", self.top_k, "an integer >= -1", lambda x: x >= -1)
+        _number("top_p", self.top_p, "a number in (0, 1]", lambda x: 0 < x <= 1)
+        _number("min_p", self.min_p, "a number in [0, 1]", lambda x: 0 <= x <= 1)
+        if self.seed is not None:
+            _integer("seed", self.seed, "None or an integer in [0, 2**64)", lambda x: 0 <= x < 2**64)
         if self.max_tokens is not None:
-            check(
-                "min_tokens",
-                self.min_tokens,
-                self.min_tokens <= self.max_tokens,
-                f"at most max_tokens ({self.max_tokens})",
-            )
-        check("stop", self.stop, all(isinstance(s, str) and s for s in stop), "non-empty strings")
-        penalty = self.repetition_penalty
-        check("repetition_penalty", penalty, 0 < penalty < math.inf, "a finite number > 0")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value: float = getattr(self, name)
-            check(name, value, -2 <= value <= 2, "a number in [-2, 2]")
-        for token_id, bias in self.logit_bias.items():
-            check("logit_bias", f"{token_id}: {bias}", bias < math.inf, "numbers, not NaN and not +inf")
+            _integer("max_tokens", self.max_tokens, "None or an integer >= 1", lambda x: x >= 1)
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        _integer("min_tokens", self.min_tokens, "an integer from 0 to max_tokens", lambda x: 0 <= x <= most)
+        if not isinstance(self.ignore_eos, bool):
+            _refuse("ignore_eos", self.ignore_eos, "True or False")
+        if self.logits_callback is not None and not callable(self.logits_callback):
+            _refuse("logits_callback", self.logits_callback, "None or a function of token ids and logits")
+        positive = "a finite number > 0"
+        _number("repetition_penalty", self.repetition_penalty, positive, lambda x: 0 < x < math.inf)
+        for penalty in ("presence_penalty", "frequency_penalty"):
+            _number(penalty, getattr(self, penalty), "a number in [-2, 2]", lambda x: -2 <= x <= 2)
         for name in ("logprobs", "prompt_logprobs"):
-            count: int | None = getattr(self, name)
-            check(
-                name,
-                count,
-                count is None or 0 <= count <= MAX_LOGPROBS,
-                f"None or an integer in [0, {MAX_LOGPROBS}]",
-            )
-        check("n", self.n, 1 <= self.n <= MAX_SAMPLES, f"an integer in [1, {MAX_SAMPLES}]")
+            if getattr(self, name) is not None:
+                expected = f"None or an integer in [0, {MAX_LOGPROBS}]"
+                _integer(name, getattr(self, name), expected, lambda x: 0 <= x <= MAX_LOGPROBS)
+        _integer("n", self.n, f"an integer in [1, {MAX_SAMPLES}]", lambda x: 1 <= x <= MAX_SAMPLES)
+        self._freeze_collections()
+
+    def _freeze_collections(self) -> None:
+        """Copies that the caller cannot change afterwards."""
+        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop, "a string or strings")
+        if not all(isinstance(string, str) and string for string in stop):
+            _refuse("stop", self.stop, "a string or strings, none of them empty")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(
+            self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids, "a sequence of token ids")
+        )
+        if not isinstance(self.logit_bias, Mapping):
+            _refuse("logit_bias", self.logit_bias, "a mapping from token ids to numbers")
+        for token_id, bias in self.logit_bias.items():
+            _number(f"logit_bias[{token_id!r}]", bias, "a number, not NaN and not +inf", lambda x: x < math.inf)
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -119,6 +119,25 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-def _check(name: str, found: object, ok: bool, expected: str) -> None:
-    if not ok:
-        raise InvalidRequestError(f"SamplingParams.{name} is {found!r}; expected {expected}.")
+def _number(name: str, found: object, expected: str, is_valid: Callable[[float], bool]) -> None:
+    """NaN is refused by every comparison."""
+    if isinstance(found, bool) or not isinstance(found, Real) or not is_valid(float(found)):
+        _refuse(name, found, expected)
+
+
+def _integer(name: str, found: object, expected: str, is_valid: Callable[[int], bool]) -> None:
+    if isinstance(found, bool) or not isinstance(found, Integral) or not is_valid(int(found)):
+        _refuse(name, found, expected)
+
+
+def _items(name: str, found: Iterable[object], expected: str) -> tuple[object, ...]:
+    if isinstance(found, str | bytes | Mapping):
+        _refuse(name, found, expected)
+    try:
+        return tuple(found)
+    except TypeError:
+        _refuse(name, found, expected)
+
+
+def _refuse(name: str, found: object, expected: str) -> NoReturn:
+    raise InvalidRequestError(f"SamplingParams.{name} is {found!r}; expected {expected}.")
