@@ -20,14 +20,14 @@ INLINE void quantise_row(const float *x, int width, const Quantised *out, int ro
             v[i] = load(x + g * GROUP + i * LANES);
             largest = maximum(largest, (vfloat)((vint)v[i] & 0x7fffffff));
         }
-        float most = max_lanes(largest), scale = most / 127, inverse = most > 0 ? 127 / most : 0;
+        /* Anything smaller is taken as zero: its inverse would overflow. */
+        float most = max_lanes(largest), scale = most / 127, inverse = most >= 0x1p-120f ? 127 / most : 0;
         int sum = 0;
         for (int i = 0; i < GROUP / LANES; i++) {
             /* Adding 1.5 * 2**23 leaves the rounded integer in the low bits. */
             vint n = (vint)(v[i] * spread(inverse) + spread(12582912.0f)) - 0x4b400000;
             for (int lane = 0; lane < LANES; lane++) {
-                q[g * GROUP + i * LANES + lane] = (int8_t)n[lane];
-                sum += n[lane];
+                sum += q[g * GROUP + i * LANES + lane] = (int8_t)n[lane];
             }
         }
         /* A NaN or infinity anywhere must not vanish: it makes the scale NaN, and so every product of this row. */

@@ -1,0 +1,96 @@
+"""Normalisation, activation and selection of rows in the CPU backend against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from minipaged.ops.cpu import CpuOps
+
+SIZES = st.integers(1, 80)
+TOKENS = st.integers(1, 9)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def normal(generator: np.random.Generator, *shape: int) -> NDArray[np.float32]:
+    return generator.standard_normal(shape, dtype=np.float32)
+
+
+@given(tokens=TOKENS, size=SIZES, has_residual=st.booleans(), scale=st.sampled_from([1e-4, 1.0, 1e3]), seed=SEEDS)
+def test_rms_norm(cpu: CpuOps, tokens: int, size: int, has_residual: bool, scale: float, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    hidden, residual = normal(generator, tokens, size) * np.float32(scale), normal(generator, tokens, size)
+    weight = normal(generator, size)
+    before = hidden.copy(), residual.copy()
+    normed, total = cpu.rms_norm(hidden, weight, 1e-5, residual if has_residual else None)
+    np.testing.assert_array_equal((hidden, residual), before)
+    np.testing.assert_array_equal(total, hidden + residual if has_residual else hidden)
+
+    x = cpu.download(total).astype(np.float64)
+    root = np.sqrt((x**2).sum(axis=1, keepdims=True) / size + 1e-5)
+    np.testing.assert_allclose(normed, x / root * weight, rtol=1e-5)
+    assert normed.dtype == total.dtype == np.float32
+
+
+@given(tokens=TOKENS, size=SIZES, scale=st.sampled_from([1.0, 30.0, 1e4]), seed=SEEDS)
+def test_silu_and_mul(cpu: CpuOps, tokens: int, size: int, scale: float, seed: int) -> None:
+    gate_up = normal(np.random.default_rng(seed), tokens, 2 * size) * np.float32(scale)
+    gate, up = gate_up[:, :size].astype(np.float64), gate_up[:, size:].astype(np.float64)
+    expected = gate * (1 + np.tanh(gate / 2)) / 2 * up  # the logistic function written without overflow
+    result = cpu.silu_and_mul(gate_up)
+    assert result.dtype == np.float32
+    np.testing.assert_allclose(cpu.download(result), expected, rtol=1e-5, atol=1e-9 * scale**2)
+
+
+def test_silu_everywhere(cpu: CpuOps) -> None:
+    """To a few units in the last place where the result is a normal number, at 100,000 gates."""
+    gate = np.concatenate([np.linspace(-86, 100, 80000), np.geomspace(1e-30, 1, 20000)]).astype(np.float32)
+    gate_up = np.concatenate([gate, np.ones_like(gate)])[None]
+    exact = gate.astype(np.float64) / (1 + np.exp(-gate.astype(np.float64)))
+    np.testing.assert_allclose(cpu.download(cpu.silu_and_mul(gate_up))[0], exact, rtol=1e-6)
+
+
+@given(tokens=TOKENS, size=SIZES, seed=SEEDS, data=st.data())
+def test_a_row_does_not_depend_on_the_others(
+    cpu: CpuOps, tokens: int, size: int, seed: int, data: st.DataObject
+) -> None:
+    generator = np.random.default_rng(seed)
+    x, residual, weight = (
+        normal(generator, tokens, 2 * size),
+        normal(generator, tokens, 2 * size),
+        normal(generator, size),
+    )
+    row = data.draw(st.integers(0, tokens - 1))
+    other = CpuOps(1, cpu.instruction_set)
+    normed, total = cpu.rms_norm(x[:, :size].copy(), weight, 1e-5, residual[:, :size].copy())
+    normed_alone, total_alone = other.rms_norm(x[row : row + 1, :size].copy(), weight, 1e-5, residual[row, None, :size])
+    assert normed_alone.tobytes() == normed[row].tobytes()
+    assert total_alone.tobytes() == total[row].tobytes()
+    assert other.silu_and_mul(x[row : row + 1]).tobytes() == cpu.silu_and_mul(x)[row].tobytes()
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("size", [3, 8, 21])
+def test_nan_and_infinity_stay_in_their_row_and_do_not_vanish(cpu: CpuOps, poison: float, size: int) -> None:
+    generator = np.random.default_rng(0)
+    x, weight = normal(generator, 3, 2 * size), normal(generator, size)
+    poisoned = x.copy()
+    poisoned[1, size - 1] = poison
+    for clean, dirty in [
+        (
+            cpu.rms_norm(x[:, :size].copy(), weight, 1e-5, None)[0],
+            cpu.rms_norm(poisoned[:, :size].copy(), weight, 1e-5, None)[0],
+        ),
+        (cpu.silu_and_mul(x), cpu.silu_and_mul(poisoned)),
+    ]:
+        np.testing.assert_array_equal(clean[[0, 2]], dirty[[0, 2]])
+        assert not np.isfinite(cpu.download(dirty)[1, size - 1])
+
+
+def test_take_is_rows(cpu: CpuOps) -> None:
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    assert cpu.take(x, np.array([3, 0, 3], np.int32)).tolist() == [[9, 10, 11], [0, 1, 2], [9, 10, 11]]
+    assert cpu.take(x, np.empty(0, np.int32)).shape == (0, 3)
