@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 import anyio
+import hypothesis
 import pytest
 
 from tests.tiny import write_tiny_model
@@ -14,6 +15,10 @@ BACKENDS: dict[str, tuple[str, dict[str, bool]]] = {
     "uvloop": ("asyncio", {"use_uvloop": True}),
     "trio": ("trio", {}),
 }
+
+# Nothing here is a test of speed, least of all on a machine that others use too.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 class RunAsync(Protocol):

@@ -10,7 +10,7 @@ CPU_BACKENDS = [(name, 1 + index % 3) for index, name in enumerate(_cpu_kernels.
 """Every instruction set that this processor has, and a number of threads."""
 
 
-@pytest.fixture(scope="session", params=CPU_BACKENDS, ids=lambda backend: f"{backend[0]}, {backend[1]} threads")
+@pytest.fixture(scope="session", params=CPU_BACKENDS, ids=lambda backend: f"{backend[0]}-{backend[1]}-threads")
 def cpu(request: pytest.FixtureRequest) -> CpuOps:
     """The CPU backend, in turn with each instruction set."""
     name, num_threads = request.param
@@ -20,7 +20,7 @@ def cpu(request: pytest.FixtureRequest) -> CpuOps:
 @pytest.fixture(
     scope="session",
     params=[None, *CPU_BACKENDS],
-    ids=lambda backend: "reference" if backend is None else f"{backend[0]}, {backend[1]} threads",
+    ids=lambda backend: "reference" if backend is None else f"{backend[0]}-{backend[1]}-threads",
 )
 def host_ops(request: pytest.FixtureRequest) -> ReferenceOps | CpuOps:
     """Every backend whose arrays are NumPy's."""

@@ -66,7 +66,7 @@ def cases(draw: st.DrawFn, encodings: tuple[str, ...]) -> Case:
 @given(case=cases(FLOATS))
 def test_product_with_floats(cpu: CpuOps, case: Case) -> None:
     x, weight, bias = case.make(cpu)
-    y = cpu.linear(x, weight, bias)
+    y = cpu.download(cpu.linear(x, weight, bias))
     assert y.dtype == np.float32
     w = unpacked(weight)
     terms = np.abs(x) @ np.abs(w).T + (0 if bias is None else np.abs(bias))
@@ -88,7 +88,7 @@ def activations(x: Float32) -> tuple[Float64, Float64]:
 def test_product_with_integers(cpu: CpuOps, case: Case) -> None:
     """The documented scheme in float64; what is left to differ is the rounding of one sum per group."""
     x, weight, bias = case.make(cpu)
-    y = cpu.linear(x, weight, bias)
+    y = cpu.download(cpu.linear(x, weight, bias))
     assert y.dtype == np.float32
 
     x_scale, x_q = activations(np.ascontiguousarray(x))
@@ -110,7 +110,7 @@ def test_product_with_integers(cpu: CpuOps, case: Case) -> None:
 def test_a_row_does_not_depend_on_the_others(cpu: CpuOps, case: Case, data: st.DataObject) -> None:
     """Bit for bit, whatever the number of rows and of threads, and the memory they lie in."""
     x, weight, bias = case.make(cpu)
-    y = cpu.linear(x, weight, bias)
+    y = cpu.download(cpu.linear(x, weight, bias))
     first = data.draw(st.integers(0, case.tokens - 1))
     end = data.draw(st.integers(first + 1, case.tokens))
     alone = CpuOps(data.draw(st.integers(1, 3)), cpu.instruction_set)
@@ -140,7 +140,7 @@ def test_very_small_and_very_large_activations(cpu: CpuOps, encoding: str, large
     tensor = random_tensor(encoding, 20, 64, generator, magnitude=0.001)
     x = generator.uniform(-largest, largest, (3, 64)).astype(np.float32)
     weight = cpu.load_matrix([tensor])
-    y = cpu.linear(x, weight, None)
+    y = cpu.download(cpu.linear(x, weight, None))
     w = unpacked(weight)
     exact = x.astype(np.float64) @ w.T
     bound = np.full((3, 64), largest / 100 + 2.0**-120) @ np.abs(w).T

@@ -31,7 +31,7 @@ def test_rms_norm(cpu: CpuOps, tokens: int, size: int, has_residual: bool, scale
 
     x = cpu.download(total).astype(np.float64)
     root = np.sqrt((x**2).sum(axis=1, keepdims=True) / size + 1e-5)
-    np.testing.assert_allclose(normed, x / root * weight, rtol=1e-5)
+    np.testing.assert_allclose(cpu.download(normed), x / root * weight, rtol=1e-5)
     assert normed.dtype == total.dtype == np.float32
 
 

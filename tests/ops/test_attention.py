@@ -1,4 +1,4 @@
-"""Rotation, the paged cache and attention of ReferenceOps against dense formulas in float64."""
+"""Rotation, the paged cache and attention of every backend on the host against dense formulas in float64."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from minipaged.ops.base import CacheShape
+from minipaged.ops.cpu import CpuOps
+from minipaged.ops.host_arrays import Array
 from minipaged.ops.reference import ReferenceOps
 from tests.batches import TokenSpan, make_batch, shuffled_tables, slots_of
 
-OPS = ReferenceOps()
 NUM_BLOCKS = 24
 NUM_LAYERS = 2
 LAYER = 1
 THETA = 100.0
+REFERENCE = ReferenceOps()
+"""Makes the batches, which are the same NumPy arrays for every backend here."""
+
+KV_DTYPES = ["float32", "float16", "bfloat16"]
+
+HostOps = ReferenceOps | CpuOps
 
 
 @dataclass(frozen=True)
@@ -60,17 +67,31 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
+    """Mostly small; now and then as large as the CPU kernels take, or of a size that fills no whole vector."""
     num_sequences = draw(st.integers(1, 3))
-    counts = st.lists(st.integers(0, 9), min_size=num_sequences, max_size=num_sequences)
+    block_size = draw(st.integers(1, 6) | st.sampled_from((15, 16, 33, 64)))
+    most = NUM_BLOCKS // num_sequences // 2 * min(block_size, 4)
+    counts = st.lists(st.integers(0, min(most, 40) - 1), min_size=num_sequences, max_size=num_sequences)
     return Case(
         num_kv_heads=draw(st.integers(1, 3)),
-        group=draw(st.integers(1, 4)),
-        half=draw(st.integers(1, 4)),
-        block_size=draw(st.integers(1, 6)),
-        past=[min(count, NUM_BLOCKS // num_sequences // 2) for count in draw(counts)],
-        new=[1 + min(count, NUM_BLOCKS // num_sequences // 2 - 1) for count in draw(counts)],
+        group=draw(st.integers(1, 4) | st.sampled_from((8, 9, 17))),
+        half=draw(st.integers(1, 4) | st.sampled_from((12, 19, 32, 128))),
+        block_size=block_size,
+        past=draw(counts),
+        new=[1 + count for count in draw(counts)],
         seed=draw(st.integers(0, 2**32 - 1)),
     )
+
+
+def keys_by_slot(ops: HostOps, cache: Array) -> Array:
+    """A view [num_blocks, num_layers, num_kv_heads, block_size, head_dim] of the keys; the CPU's are transposed."""
+    keys = cache[:, :, 0]
+    if isinstance(ops, ReferenceOps):
+        return keys
+    num_blocks, num_layers, num_kv_heads, block_size, head_dim = keys.shape
+    blocks = keys.view()
+    blocks.shape = (num_blocks, num_layers, num_kv_heads, head_dim, block_size)
+    return blocks.swapaxes(3, 4)
 
 
 def make_tables(case: Case, generator: np.random.Generator) -> NDArray[np.int32]:
@@ -78,27 +99,31 @@ def make_tables(case: Case, generator: np.random.Generator) -> NDArray[np.int32]
     return shuffled_tables(generator, lengths, case.block_size, num_blocks=NUM_BLOCKS)
 
 
-@given(case=cases(), window=st.none() | st.integers(1, 8), poisoned=st.booleans())
-def test_attention_is_dense_causal_softmax(case: Case, window: int | None, poisoned: bool) -> None:
+@given(case=cases(), window=st.none() | st.integers(1, 40), dtype=st.sampled_from(KV_DTYPES), poisoned=st.booleans())
+def test_attention_is_dense_causal_softmax(
+    host_ops: HostOps, case: Case, window: int | None, dtype: str, poisoned: bool
+) -> None:
     """Every slot that no token of the step may read holds NaN; `poisoned`: so do the last token's K and V."""
     generator = np.random.default_rng(case.seed)
     tables = make_tables(case, generator)
-    cache = OPS.allocate_cache(case.shape, "float32")
-    OPS.fill_blocks(cache, range(NUM_BLOCKS), np.nan)
+    cache = host_ops.allocate_cache(case.shape, dtype)
+    host_ops.fill_blocks(cache, range(NUM_BLOCKS), np.nan)
+    cached_keys, cached_values = keys_by_slot(host_ops, cache), cache[:, :, 1]
     query = generator.standard_normal((case.num_tokens, case.num_query_heads, case.head_dim), dtype=np.float32)
-    scale = 0.7
+    scale = 0.7 / case.half**0.5
 
     expected: list[NDArray[np.float64]] = []
     for span in case.spans:
         length = span.start + len(span.token_ids)
         first_read = 0 if window is None else max(0, span.start + 1 - window)
-        keys, values = generator.standard_normal((2, length, case.num_kv_heads, case.head_dim), dtype=np.float32)
+        keys, values = generator.standard_normal((2, length, case.num_kv_heads, case.head_dim)).astype(cache.dtype)
         if poisoned:
             keys[-1], values[-1] = np.nan, np.nan
         for position in range(first_read, length):
             block, offset = tables[span.row, position // case.block_size], position % case.block_size
-            cache[block, LAYER, 0, :, offset] = keys[position]
-            cache[block, LAYER, 1, :, offset] = values[position]
+            cached_keys[block, LAYER, :, offset] = keys[position]
+            cached_values[block, LAYER, :, offset] = values[position]
+        keys, values = keys.astype(np.float64), values.astype(np.float64)
         for position in range(span.start, length):
             first = 0 if window is None else max(0, position + 1 - window)
             heads = []
@@ -108,32 +133,34 @@ def test_attention_is_dense_causal_softmax(case: Case, window: int | None, poiso
                 heads.append(weights / weights.sum() @ values[first : position + 1, kv_head])
             expected.append(np.concatenate(heads))
 
-    batch = make_batch(OPS, case.spans, tables, case.block_size)
-    attended = OPS.paged_attention(query, cache, LAYER, batch, scale, window)
+    batch = make_batch(REFERENCE, case.spans, tables, case.block_size)
+    attended = host_ops.paged_attention(query, cache, LAYER, batch, scale, window)
     assert attended.dtype == np.float32
-    np.testing.assert_allclose(OPS.download(attended), np.array(expected), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(host_ops.download(attended), np.array(expected), rtol=1e-4, atol=1e-5)
     ends = np.cumsum([len(span.token_ids) for span in case.spans])
-    finite = np.isfinite(OPS.download(attended)).all(axis=1)
+    finite = np.isfinite(host_ops.download(attended)).all(axis=1)
     assert finite.sum() == case.num_tokens - (len(ends) if poisoned else 0)
 
 
-@given(case=cases(), has_norms=st.booleans(), dtype=st.sampled_from(["float32", "float16", "bfloat16"]))
-def test_rope_and_cache_rotates_and_writes_exactly_its_slots(case: Case, has_norms: bool, dtype: str) -> None:
+@given(case=cases(), has_norms=st.booleans(), dtype=st.sampled_from(KV_DTYPES))
+def test_rope_and_cache_rotates_and_writes_exactly_its_slots(
+    host_ops: HostOps, case: Case, has_norms: bool, dtype: str
+) -> None:
     generator = np.random.default_rng(case.seed)
     tables = make_tables(case, generator)
-    cache = OPS.allocate_cache(case.shape, dtype)
+    cache = host_ops.allocate_cache(case.shape, dtype)
     cache[:] = generator.standard_normal(cache.shape).astype(cache.dtype)
     before = cache.copy()
 
     frequencies = THETA ** (-np.arange(case.half) / case.half)
-    angles = np.outer(np.arange(40), frequencies)
-    rope = OPS.load_rope(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+    angles = np.outer(np.arange(100), frequencies)
+    rope = host_ops.load_rope(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
     num_heads = case.num_query_heads + 2 * case.num_kv_heads
     qkv = generator.standard_normal((case.num_tokens, num_heads * case.head_dim), dtype=np.float32)
     q_norm, k_norm = generator.standard_normal((2, case.head_dim), dtype=np.float32)
-    batch = make_batch(OPS, case.spans, tables, case.block_size)
+    batch = make_batch(REFERENCE, case.spans, tables, case.block_size)
     norms = (q_norm, k_norm, 1e-3) if has_norms else None
-    query = OPS.rope_and_cache(qkv, rope, cache, LAYER, batch, case.num_query_heads, norms)
+    query = host_ops.rope_and_cache(qkv.copy(), rope, cache, LAYER, batch, case.num_query_heads, norms)
 
     def rotated(x: NDArray[np.float64], norm: NDArray[np.float32], position: int) -> NDArray[np.float64]:
         """[heads, head_dim], each pair (i, i + half) turned as a complex number."""
@@ -143,18 +170,23 @@ def test_rope_and_cache_rotates_and_writes_exactly_its_slots(case: Case, has_nor
         return np.concatenate([turned.real, turned.imag], axis=1)
 
     token = 0
-    expected = before.astype(np.float64)
+    expected_keys = keys_by_slot(host_ops, before).astype(np.float64)
+    expected_values = before[:, :, 1].astype(np.float64)
     for span in case.spans:
         for position in range(span.start, span.start + len(span.token_ids)):
             heads = qkv[token].astype(np.float64).reshape(num_heads, case.head_dim)
             q, k, v = np.split(heads, [case.num_query_heads, case.num_query_heads + case.num_kv_heads])
-            np.testing.assert_allclose(OPS.download(query)[token], rotated(q, q_norm, position), rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(
+                host_ops.download(query)[token], rotated(q, q_norm, position), rtol=1e-4, atol=1e-5
+            )
             block, offset = tables[span.row, position // case.block_size], position % case.block_size
-            expected[block, LAYER, 0, :, offset] = rotated(k, k_norm, position)
-            expected[block, LAYER, 1, :, offset] = v
+            expected_keys[block, LAYER, :, offset] = rotated(k, k_norm, position)
+            expected_values[block, LAYER, :, offset] = v
             token += 1
     tolerance = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}[dtype]
-    np.testing.assert_allclose(cache.astype(np.float64), expected, rtol=tolerance, atol=tolerance)
+    keys, values = keys_by_slot(host_ops, cache), cache[:, :, 1]
+    np.testing.assert_allclose(keys.astype(np.float64), expected_keys, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(values.astype(np.float64), expected_values, rtol=tolerance, atol=tolerance)
 
     slots = np.concatenate(
         [
@@ -168,30 +200,30 @@ def test_rope_and_cache_rotates_and_writes_exactly_its_slots(case: Case, has_nor
     )
     untouched = np.ones((NUM_BLOCKS, NUM_LAYERS, case.block_size), np.bool_)
     untouched[slots // case.block_size, LAYER, slots % case.block_size] = False
-    by_slot = (0, 1, 4, 2, 3, 5)
-    after_slots, before_slots = cache.transpose(by_slot)[untouched], before.transpose(by_slot)[untouched]
-    assert after_slots.tobytes() == before_slots.tobytes()
+    for after, original in [(keys, keys_by_slot(host_ops, before)), (values, before[:, :, 1])]:
+        by_slot = (0, 1, 3, 2, 4)
+        assert after.transpose(by_slot)[untouched].tobytes() == original.transpose(by_slot)[untouched].tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_blocks_travel_to_the_host_and_back_bit_for_bit(dtype: str) -> None:
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_blocks_travel_to_the_host_and_back_bit_for_bit(host_ops: HostOps, dtype: str) -> None:
     shape = CacheShape(num_blocks=5, num_layers=2, num_kv_heads=3, block_size=4, head_dim=6)
-    cache = OPS.allocate_cache(shape, dtype)
-    host = OPS.allocate_host_cache(shape, dtype)
+    cache = host_ops.allocate_cache(shape, dtype)
+    host = host_ops.allocate_host_cache(shape, dtype)
     assert host.shape == (5, cache[0].nbytes)
     generator = np.random.default_rng(0)
     raw = generator.integers(256, size=host.shape, dtype=np.uint8)  # NaN payloads among them
     cache.reshape(5, -1).view(np.uint8)[:] = raw
 
-    pending = OPS.blocks_to_host(cache, host, [(0, 3), (4, 1)])
+    pending = host_ops.blocks_to_host(cache, host, [(0, 3), (4, 1)])
     pending.wait()
     assert pending.done()
     assert host[3].tobytes() == raw[0].tobytes()
     assert host[1].tobytes() == raw[4].tobytes()
     assert not host[[0, 2, 4]].any()
 
-    OPS.fill_blocks(cache, range(5), 1.0)
-    pending = OPS.blocks_from_host(host, cache, [(3, 2), (1, 0)])
+    host_ops.fill_blocks(cache, range(5), 1.0)
+    pending = host_ops.blocks_from_host(host, cache, [(3, 2), (1, 0)])
     pending.wait()
     assert pending.done()
     assert cache[2].tobytes() == raw[0].tobytes()
@@ -199,15 +231,15 @@ def test_blocks_travel_to_the_host_and_back_bit_for_bit(dtype: str) -> None:
     assert (cache[[1, 3, 4]].astype(np.float32) == 1).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_copying_and_filling_blocks_touches_no_others(dtype: str) -> None:
-    cache = OPS.allocate_cache(CacheShape(6, 1, 1, 2, 2), dtype)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_copying_and_filling_blocks_touches_no_others(host_ops: HostOps, dtype: str) -> None:
+    cache = host_ops.allocate_cache(CacheShape(6, 1, 1, 2, 2), dtype)
     for block in range(6):
-        OPS.fill_blocks(cache, [block], float(block))
-    OPS.copy_blocks(cache, [(1, 4), (0, 2), (1, 5)])
-    OPS.fill_blocks(cache, [3], np.nan)
+        host_ops.fill_blocks(cache, [block], float(block))
+    host_ops.copy_blocks(cache, [(1, 4), (0, 2), (1, 5)])
+    host_ops.fill_blocks(cache, [3], np.nan)
     assert np.isnan(cache[3].astype(np.float32)).all()
     values = [np.unique(cache[block].astype(np.float32)).tolist() for block in (0, 1, 2, 4, 5)]
     assert values == [[0], [1], [0], [1], [1]]
-    OPS.copy_blocks(cache, [])
-    OPS.fill_blocks(cache, [], 9.0)
+    host_ops.copy_blocks(cache, [])
+    host_ops.fill_blocks(cache, [], 9.0)
