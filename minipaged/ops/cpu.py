@@ -50,6 +50,7 @@ HEADER_FIELDS = ("token_ids", "positions", "slots", "query_starts", "rows", "blo
 """`BatchHeader` of cpu/command.h: these addresses, then the tables' width and the number of sequences."""
 
 Commands = NDArray[np.void]
+Function = Callable[[Batch[Array]], Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class CpuOps(HostArrays):
         self._workspace = Workspace(2**20)
         self._scratch = np.empty(0, np.float32)
         self._recording: list[Commands] | None = None
-        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._recorded: dict[tuple[Function, int, int], _Recorded] = {}
         self._batch: Batch[Array] | None = None
 
     # Loading
@@ -138,10 +139,10 @@ class CpuOps(HostArrays):
 
     # Running
 
-    def replay(self, function: Callable[[Batch[Array]], Array], batch: Batch[Array]) -> Array:
+    def replay(self, function: Function, batch: Batch[Array]) -> Array:
         """`function(batch)`, recorded and run in one call."""
         num_tokens, num_sampled = len(batch.token_ids), len(batch.sampled)
-        key = (num_tokens, num_sampled)
+        key = (function, num_tokens, num_sampled)
         is_decode = num_tokens == len(batch.rows) and num_tokens <= RECORDED_TOKENS
         recorded = self._recorded.get(key) if is_decode else None
         if recorded is None:
@@ -152,7 +153,7 @@ class CpuOps(HostArrays):
         self._run(recorded.commands)
         return recorded.output
 
-    def _record(self, function: Callable[[Batch[Array]], Array], batch: Batch[Array]) -> _Recorded:
+    def _record(self, function: Function, batch: Batch[Array]) -> _Recorded:
         while True:
             self._workspace.reset()
             commands: list[Commands] = []
@@ -215,6 +216,9 @@ class CpuOps(HostArrays):
         if self._recording is None:
             self._header[0] = _address(token_ids)
         output = self._empty((len(token_ids), table.in_features))
+        else:
+            assert self._batch is not None
+            assert token_ids is self._batch.token_ids, "a recorded function embedded other tokens than the batch's"
         self._emit(
             output,
             op=EMBED,
@@ -266,7 +270,7 @@ class CpuOps(HostArrays):
         """The quantised form of x, made by the command that makes x if there is one that can."""
         span = _span(x)
         product = None if span is None else span.companion
-        if isinstance(product, _Product):
+        if isinstance(product, _Product) and product.quantised.q.shape == x.shape:  # the whole of it
             if not product.is_quantised:
                 product.is_quantised = True
                 for name, value in _quantised_fields(product.quantised).items():
