@@ -215,10 +215,10 @@ class CpuOps(HostArrays):
         """Rows of the table, decoded."""
         if self._recording is None:
             self._header[0] = _address(token_ids)
-        output = self._empty((len(token_ids), table.in_features))
         else:
             assert self._batch is not None
             assert token_ids is self._batch.token_ids, "a recorded function embedded other tokens than the batch's"
+        output = self._empty((len(token_ids), table.in_features))
         self._emit(
             output,
             op=EMBED,
