@@ -23,6 +23,13 @@ INLINE const float *as_float(const Command *c, int64_t at, int count, float *buf
     return buffer;
 }
 
+/* Ask for a block's K or V while another block is worked on: blocks lie far apart, where no processor looks ahead. */
+INLINE void prefetch_block(const Command *c, int64_t at) {
+    const int element = c->kind == KIND_F32 ? 4 : 2;
+    const char *begin = (const char *)c->cache + at * element;
+    for (int i = 0; i < c->block_size * c->head_dim * element; i += 64) __builtin_prefetch(begin + i);
+}
+
 typedef struct {
     const float *query;
     float *acc; /* [head_dim] */
@@ -47,14 +54,23 @@ INLINE void score_rows(const Command *c, const float *keys, Row *const *rows, co
 /* Fold a block's scores of positions [low, high) and its values into a row. */
 INLINE void fold_block(const Command *c, Row *row, const float *scores, const float *values, int low, int high) {
     const int dim = c->head_dim;
-    float weights[MAX_BLOCK], largest = row->largest, total = 0;
-    for (int j = low; j < high; j++) largest = scores[j] > largest || scores[j] != scores[j] ? scores[j] : largest;
-    if (largest == -INFINITY) return; /* nothing but minus infinity so far: no weight at all */
-    for (int j = 0; j < c->block_size; j++) weights[j] = j >= low && j < high ? scores[j] - largest : -INFINITY;
-    for (int j = 0; j < c->block_size; j += LANES) store(weights + j, exponential(load(weights + j)));
-    for (int j = low; j < high; j++) total += weights[j];
-    float keep = exponential(spread(row->largest - largest))[0];
-    row->total = row->total * keep + total;
+    float weights[MAX_BLOCK];
+    vfloat most = spread(-INFINITY), sum = spread(0);
+    for (int j = 0; j < c->block_size; j += LANES) {
+        const vint at = lane_numbers() + j;
+        const vfloat score = choose((at >= low) & (at < high), load(scores + j), spread(-INFINITY));
+        store(weights + j, score);
+        most = maximum(score, most);
+    }
+    const float here = max_lanes(most), largest = here > row->largest ? here : row->largest;
+    const float shift = largest == -INFINITY ? 0 : largest; /* minus infinity or NaN so far: weights of 0 or NaN */
+    for (int j = 0; j < c->block_size; j += LANES) {
+        const vfloat weight = exponential(load(weights + j) - spread(shift));
+        store(weights + j, weight);
+        sum += weight;
+    }
+    const float keep = largest == row->largest ? 1 : exponential(spread(row->largest - largest))[0];
+    row->total = row->total * keep + sum_lanes(sum);
     row->largest = largest;
     const int whole = dim - dim % LANES;
     for (int i = whole; i < dim; i++) {
@@ -97,6 +113,10 @@ INLINE void attend(const Command *c, int sequence, int head, int first, int end)
         for (int column = start / size; column <= last / size; column++) {
             const float *keys = as_float(c, cache_offset(c, table[column], 0, head), size * dim, key_buffer);
             const float *values = as_float(c, cache_offset(c, table[column], 1, head), size * dim, value_buffer);
+            if (column < last / size) {
+                prefetch_block(c, cache_offset(c, table[column + 1], 0, head));
+                prefetch_block(c, cache_offset(c, table[column + 1], 1, head));
+            }
             const int base = column * size;
             for (int r = 0; r < count;) {
                 Row *some[4];

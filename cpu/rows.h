@@ -22,14 +22,15 @@ INLINE void quantise_row(const float *x, int width, const Quantised *out, int ro
         }
         /* Anything smaller is taken as zero: its inverse would overflow. */
         float most = max_lanes(largest), scale = most / 127, inverse = most >= 0x1p-120f ? 127 / most : 0;
-        int sum = 0;
+        vint sums = spread_int(0);
         for (int i = 0; i < GROUP / LANES; i++) {
             /* Adding 1.5 * 2**23 leaves the rounded integer in the low bits. */
             vint n = (vint)(v[i] * spread(inverse) + spread(12582912.0f)) - 0x4b400000;
-            for (int lane = 0; lane < LANES; lane++) {
-                sum += q[g * GROUP + i * LANES + lane] = (int8_t)n[lane];
-            }
+            vsmall small = __builtin_convertvector(n, vsmall);
+            memcpy(q + g * GROUP + i * LANES, &small, sizeof small);
+            sums += n;
         }
+        const int sum = sum_int_lanes(sums);
         /* A NaN or infinity anywhere must not vanish: it makes the scale NaN, and so every product of this row. */
         vfloat check = spread(0);
         for (int i = 0; i < GROUP / LANES; i++) check += v[i] - v[i];
@@ -165,11 +166,20 @@ INLINE uint16_t to_bfloat(float x) {
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-INLINE void store_kv(void *cache, int kind, int64_t at, float x) {
-    if (kind == KIND_F32)
-        ((float *)cache)[at] = x;
-    else
-        ((uint16_t *)cache)[at] = kind == KIND_F16 ? to_half(x) : to_bfloat(x);
+/* Write `count` numbers to the cache, `step` elements apart. */
+INLINE void store_kv(void *cache, int kind, int64_t at, int64_t step, const float *x, int count) {
+    float *floats = (float *)cache + at;
+    uint16_t *halves = (uint16_t *)cache + at;
+    switch (kind) {
+    case KIND_F32:
+        for (int i = 0; i < count; i++) floats[i * step] = x[i];
+        break;
+    case KIND_F16:
+        for (int i = 0; i < count; i++) halves[i * step] = to_half(x[i]);
+        break;
+    default:
+        for (int i = 0; i < count; i++) halves[i * step] = to_bfloat(x[i]);
+    }
 }
 
 /* Where the elements of one block, layer and KV head begin: K, or V. */
@@ -204,10 +214,8 @@ static void rope_and_cache(const Command *c, int t) {
         float *key = row + (heads + h) * dim, *value = key + kv_heads * dim;
         rotate_head(key, dim, rope_row, c->bias, c->eps);
         const int64_t k_at = cache_offset(c, block, 0, h), v_at = cache_offset(c, block, 1, h);
-        for (int i = 0; i < dim; i++) {
-            store_kv(c->cache, c->kind, k_at + (int64_t)i * c->block_size + place, key[i]);
-            store_kv(c->cache, c->kind, v_at + place * dim + i, value[i]);
-        }
+        store_kv(c->cache, c->kind, k_at + place, c->block_size, key, dim);
+        store_kv(c->cache, c->kind, v_at + place * dim, 1, value, dim);
     }
 }
 

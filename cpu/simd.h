@@ -31,6 +31,7 @@ typedef int32_t vint __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vuint __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vhalf __attribute__((vector_size(2 * LANES)));
 typedef uint8_t vbyte __attribute__((vector_size(4 * LANES)));
+typedef int8_t vsmall __attribute__((vector_size(LANES))); /* one byte for every lane */
 
 INLINE vfloat load(const float *p) {
     vfloat v;
@@ -56,13 +57,27 @@ INLINE vfloat choose(vint condition, vfloat yes, vfloat no) {
 
 INLINE vfloat maximum(vfloat a, vfloat b) { return choose(a > b, a, b); }
 
-/* Sum of all lanes, always in the same order. */
+/* The halves of a vector are combined again and again until one lane is left: the same order everywhere. */
 INLINE float sum_lanes(vfloat v) {
+#if defined(__AVX512BW__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     float lanes[LANES];
     store(lanes, v);
     for (int width = LANES / 2; width > 0; width /= 2)
         for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
     return lanes[0];
+#endif
+}
+
+INLINE int32_t sum_int_lanes(vint v) {
+#if defined(__AVX512BW__)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += v[i];
+    return sum;
+#endif
 }
 
 INLINE int any_lane(vint v) {
@@ -72,11 +87,22 @@ INLINE int any_lane(vint v) {
 }
 
 INLINE float max_lanes(vfloat v) {
+#if defined(__AVX512BW__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float lanes[LANES];
     store(lanes, v);
     for (int width = LANES / 2; width > 0; width /= 2)
         for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
     return lanes[0];
+#endif
+}
+
+/* 0, 1, 2, ... */
+INLINE vint lane_numbers(void) {
+    vint v;
+    for (int i = 0; i < LANES; i++) v[i] = i;
+    return v;
 }
 
 /* a * b + c, rounded once where the processor can. */

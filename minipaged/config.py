@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Real
+from typing import Literal, get_args
 
 from minipaged.errors import ConfigError
 
@@ -37,7 +38,7 @@ class EngineConfig:
     swap_blocks: int | None = None
     """The same as a number of blocks."""
     kv_dtype: KVDtype = "auto"
-    """Element type of the KV cache; auto: what the device computes in."""
+    """Element type of the KV cache; auto: float16 on the CPU, float32 in the reference."""
     prefix_caching: bool = True
     """Reuse KV blocks of equal prompt beginnings."""
     preemption: PreemptionMode = "auto"
@@ -52,6 +53,10 @@ class EngineConfig:
     """Check the invariants after every step and fill fresh KV blocks with NaN. Slow."""
 
     def __post_init__(self) -> None:
+        for name, choices in (("device", DeviceName), ("kv_dtype", KVDtype), ("preemption", PreemptionMode)):
+            _one_of(name, getattr(self, name), get_args(choices))
+        for name in ("prefix_caching", "overlap", "debug"):
+            _one_of(name, getattr(self, name), (True, False))
         for name in ("max_running", "max_batched_tokens", "max_waiting", "block_size"):
             _at_least(name, getattr(self, name), 1)
         for name in ("max_model_len", "num_blocks", "kv_cache_memory", "num_threads"):
@@ -60,7 +65,7 @@ class EngineConfig:
         _at_least("swap_memory", self.swap_memory, 0)
         if self.swap_blocks is not None:
             _at_least("swap_blocks", self.swap_blocks, 0)
-        if not 0 < self.swap_bandwidth < float("inf"):
+        if not isinstance(self.swap_bandwidth, Real) or not 0 < self.swap_bandwidth < float("inf"):
             raise ConfigError(f"EngineConfig.swap_bandwidth is {self.swap_bandwidth!r}; expected a finite number > 0.")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigError("num_blocks and kv_cache_memory both size the block pool; give one of them.")
@@ -71,6 +76,12 @@ class EngineConfig:
                 f"max_batched_tokens is {self.max_batched_tokens}, less than max_running ({self.max_running}); "
                 "every running sequence decodes one token per step, so give at least as many tokens."
             )
+
+
+def _one_of(name: str, found: object, choices: tuple[object, ...]) -> None:
+    if not any(type(found) is type(choice) and found == choice for choice in choices):
+        expected = ", ".join(map(repr, choices))
+        raise ConfigError(f"EngineConfig.{name} is {found!r}; expected one of {expected}.")
 
 
 def _at_least(name: str, found: int, least: int) -> None:

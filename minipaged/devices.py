@@ -42,8 +42,3 @@ def with_device(config: EngineConfig, use: UseOps[Result_co]) -> Result_co:
         logger.warning("Running on the slower reference operations: %s.", missing)
         return use(ReferenceOps())
     return use(CpuOps(config.num_threads or default_num_threads()))
-
-
-def kv_dtype(name: str) -> str:
-    """The element type of the KV cache for `EngineConfig.kv_dtype`: what the device computes in, unless told."""
-    return "float32" if name == "auto" else name

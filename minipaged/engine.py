@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Self, TypeVar, Unpack
 
 import anyio
 
@@ -33,6 +33,8 @@ from minipaged.text.chat import Message
 from minipaged.text.tokenizer import Tokenizer
 from minipaged.token_stream import TokenStream
 from minipaged.worker import Post, Worker, event_loop_post
+
+T = TypeVar("T")
 
 Loader = Callable[[EngineConfig, Progress], LoadedModel]
 """Loads the model; called once, on the worker thread."""
@@ -227,7 +229,7 @@ class Engine:
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt)
         tokenizer, chat_template = self._model.tokenizer, self._model.chat_template
         # The caller may append the answer to its list before the template is rendered.
-        messages, tools, template_variables = copy.deepcopy((messages, tools, template_variables))
+        messages, tools, template_variables = _copied((messages, tools, template_variables))
 
         def encode() -> list[int]:
             text = chat_template.render(
@@ -425,6 +427,16 @@ class Engine:
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             loaded.close()
+
+
+def _copied(conversation: T) -> T:
+    try:
+        return copy.deepcopy(conversation)
+    except Exception as error:  # copying calls whatever the values define
+        raise InvalidRequestError(
+            f"The messages, tools or template_variables cannot be copied ({type(error).__name__}: {error}); expected "
+            "strings, numbers, lists and dictionaries."
+        ) from error
 
 
 def _aborted(request_id: str) -> RequestAbortedError:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from minipaged.capacity import Capacity, plan_capacity
 from minipaged.config import EngineConfig
-from minipaged.devices import kv_dtype, with_device
+from minipaged.devices import with_device
 from minipaged.errors import DeviceError
 from minipaged.models.config import ModelConfig
 from minipaged.models.hub import resolve_model
@@ -53,7 +53,7 @@ def load_model(name: str | Path | None, config: EngineConfig, progress: Progress
         with source.checkpoint:
             tokenizer = _load_tokenizer(source)
             chat_template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
-            capacity = plan_capacity(config, source.config, kv_dtype(config.kv_dtype))
+            capacity = plan_capacity(config, source.config, _kv_dtype(config, ops))
             return LoadedModel(
                 model_config=source.config,
                 tokenizer=tokenizer,
@@ -65,6 +65,10 @@ def load_model(name: str | Path | None, config: EngineConfig, progress: Progress
             )
 
     return with_device(config, load)
+
+
+def _kv_dtype(config: EngineConfig, ops: Ops[Array, Weight]) -> str:
+    return ops.kv_dtype if config.kv_dtype == "auto" else config.kv_dtype
 
 
 def _load_tokenizer(source: ModelSource) -> Tokenizer:
@@ -101,7 +105,7 @@ def _allocate(
     def shape(num_blocks: int) -> CacheShape:
         return CacheShape(num_blocks, model.num_layers, model.num_kv_heads, config.block_size, model.head_dim)
 
-    dtype = kv_dtype(config.kv_dtype)
+    dtype = _kv_dtype(config, ops)
     try:
         return (
             ops.allocate_cache(shape(capacity.num_blocks), dtype),

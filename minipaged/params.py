@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from minipaged.errors import InvalidRequestError
 
 MAX_LOGPROBS = 64
 MAX_SAMPLES = 128
+
+_LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+"""Of the positive numbers that sampling, in float32, can divide and multiply by."""
 
 LogitsCallback = Callable[[Sequence[int], NDArray[np.float32]], NDArray[np.float32]]
 """Receives the token ids so far (prompt and output) and the float32 logits [vocab_size]; returns the logits to use.
@@ -68,7 +71,7 @@ class SamplingParams:
     """A function over each step's logits, see `LogitsCallback`."""
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature, "a finite number >= 0", lambda x: 0 <= x < math.inf)
+        _number("temperature", self.temperature, "a finite float32 >= 0", lambda x: 0 <= x <= _LARGEST)
         _integer("top_k", self.top_k, "an integer >= -1", lambda x: x >= -1)
         _number("top_p", self.top_p, "a number in (0, 1]", lambda x: 0 < x <= 1)
         _number("min_p", self.min_p, "a number in [0, 1]", lambda x: 0 <= x <= 1)
@@ -82,8 +85,8 @@ class SamplingParams:
             _refuse("ignore_eos", self.ignore_eos, "True or False")
         if self.logits_callback is not None and not callable(self.logits_callback):
             _refuse("logits_callback", self.logits_callback, "None or a function of token ids and logits")
-        positive = "a finite number > 0"
-        _number("repetition_penalty", self.repetition_penalty, positive, lambda x: 0 < x < math.inf)
+        positive = "a finite float32 > 0"
+        _number("repetition_penalty", self.repetition_penalty, positive, lambda x: _SMALLEST <= x <= _LARGEST)
         for penalty in ("presence_penalty", "frequency_penalty"):
             _number(penalty, getattr(self, penalty), "a number in [-2, 2]", lambda x: -2 <= x <= 2)
         for name in ("logprobs", "prompt_logprobs"):
@@ -105,7 +108,8 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             _refuse("logit_bias", self.logit_bias, "a mapping from token ids to numbers")
         for token_id, bias in self.logit_bias.items():
-            _number(f"logit_bias[{token_id!r}]", bias, "a number, not NaN and not +inf", lambda x: x < math.inf)
+            expected = "a finite float32, or -inf"
+            _number(f"logit_bias[{token_id!r}]", bias, expected, lambda x: abs(x) <= _LARGEST or x == -math.inf)
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     @property
@@ -121,7 +125,7 @@ class SamplingParams:
 
 def _number(name: str, found: object, expected: str, is_valid: Callable[[float], bool]) -> None:
     """NaN is refused by every comparison."""
-    if isinstance(found, bool) or not isinstance(found, Real) or not is_valid(float(found)):
+    if isinstance(found, bool) or not isinstance(found, Real) or not is_valid(cast(float, found)):
         _refuse(name, found, expected)
 
 

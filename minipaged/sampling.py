@@ -174,7 +174,7 @@ class SamplingState(Generic[Array]):
             returned = np.asarray(state.callback(state.token_ids[:], logits))
             with np.errstate(over="ignore"):  # a large negative float64 is -inf
                 adjusted = returned.astype(np.float32, casting="same_kind")
-        except Exception as error:
+        except BaseException as error:  # SystemExit too: it is the callback's, and this is not the main thread
             raise RequestFailedError(f"The logits callback failed: {type(error).__name__}: {error}") from error
         if adjusted.shape != logits.shape:
             raise RequestFailedError(

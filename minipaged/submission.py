@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import secrets
+import sys
 import uuid
 from array import array
 from collections.abc import Mapping, Sequence
@@ -70,9 +70,8 @@ class Options:
             raise InvalidRequestError(f"request_id is {request_id!r}; expected a non-empty string.")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequestError(f"priority is {priority!r}; expected an integer, lower for sooner.")
-        if deadline is not None and (
-            isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline < math.inf
-        ):
+        is_number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+        if deadline is not None and not (is_number and 0 < deadline <= sys.float_info.max):
             raise InvalidRequestError(f"deadline is {deadline!r}; expected a finite number of seconds > 0.")
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):
             raise InvalidRequestError(f"cache_salt is {self.cache_salt!r}; expected a string.")

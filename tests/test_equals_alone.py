@@ -58,7 +58,7 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
 
 def on(device: str, **settings: object) -> EngineSettings:
     assert device in DEVICES
-    return {"device": device, **settings}  # type: ignore[typeddict-item]
+    return {"device": device, "kv_dtype": "float32", **settings}  # type: ignore[typeddict-item]
 
 
 @pytest.mark.parametrize("device", DEVICES)

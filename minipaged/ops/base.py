@@ -144,6 +144,8 @@ class Ops(Protocol[Array, Weight]):
     """One machine's implementation. Not thread-safe: one worker thread calls it, in order."""
 
     name: str
+    kv_dtype: str
+    """Element type of the KV cache unless told otherwise."""
 
     # Loading
 

@@ -89,6 +89,7 @@ class CpuOps(HostArrays):
     """
 
     name = "cpu"
+    kv_dtype = "float16"
 
     def __init__(self, num_threads: int, instruction_set: str | None = None) -> None:
         supported = _cpu_kernels.supported()

@@ -26,6 +26,7 @@ class ReferenceOps(HostArrays):
     """
 
     name = "reference"
+    kv_dtype = "float32"
 
     # Loading
 

@@ -15,6 +15,9 @@ Message = Mapping[str, object]
 
 MAX_CHARACTERS = 64 * 2**20
 
+_ARGUMENTS = frozenset({"messages", "tools", "add_generation_prompt"})
+"""What the templates see beside variables."""
+
 
 class ChatTemplate:
     """A model's chat templates, compiled. They run in a sandbox and can be rendered from any thread.
@@ -50,10 +53,12 @@ class ChatTemplate:
             variables: more variables for the template, such as `enable_thinking`.
 
         Raises:
-            InvalidRequestError: the messages are malformed, the model has no such template, or the template
+            InvalidRequestError: an argument is malformed, the model has no such template, or the template
                 raised an error, which the message repeats.
         """
         _check_messages(messages)
+        _check_tools(tools)
+        _check_variables(variables)
         chosen = self._choose(template, with_tools=tools is not None)
         context: dict[str, object] = {
             **self._special_tokens,
@@ -85,7 +90,7 @@ class ChatTemplate:
             )
         if name is None:
             name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
-        if name not in self._templates:
+        if not isinstance(name, str) or name not in self._templates:
             raise InvalidRequestError(
                 f"the model has no chat template named {name!r}; it has {', '.join(sorted(self._templates))}"
             )
@@ -134,6 +139,21 @@ def _check_messages(messages: Sequence[Message]) -> None:
             f"messages[{index}] has a content of type {type(content).__name__}; expected a string, which only a "
             "message with tool_calls may leave out"
         )
+
+
+def _check_tools(tools: object) -> None:
+    if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise InvalidRequestError(f"tools is {tools!r:.80}; expected a list of JSON schemas, which are objects")
+
+
+def _check_variables(variables: object) -> None:
+    if variables is None:
+        return
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise InvalidRequestError(f"the template's variables are {variables!r:.80}; expected an object with names")
+    taken = _ARGUMENTS.intersection(variables)
+    if taken:
+        raise InvalidRequestError(f"{', '.join(sorted(taken))} cannot be a variable: it is an argument of its own")
 
 
 def _told(error: Exception) -> str:
