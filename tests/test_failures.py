@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -36,7 +37,7 @@ async def check_neighbours(streams: Sequence[TokenStream], alone: Sequence[Compl
         assert (await stream.completion()).token_ids == expected.token_ids
 
 
-@pytest.mark.parametrize("kind", ["raises", "NaN", "wrong shape"])
+@pytest.mark.parametrize("kind", ["raises", "exits", "NaN", "wrong shape"])
 @pytest.mark.parametrize("position", [0, 5])
 def test_logits_callback_fails_its_request_alone(run: RunAsync, tiny_model: Path, kind: str, position: int) -> None:
     def callback(token_ids: Sequence[int], logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -44,6 +45,8 @@ def test_logits_callback_fails_its_request_alone(run: RunAsync, tiny_model: Path
             return logits
         if kind == "raises":
             raise LookupError("in the callback")
+        if kind == "exits":
+            sys.exit()
         return logits * np.float32("nan") if kind == "NaN" else logits[:-1]
 
     async def main() -> None:

@@ -10,7 +10,7 @@ import pytest
 from minipaged import InvalidRequestError, SamplingParams
 
 WRONG: dict[str, list[object]] = {
-    "temperature": [-0.1, math.inf, math.nan, "1", None, True],
+    "temperature": [-0.1, 1e39, 10**400, math.inf, math.nan, "1", None, True],
     "top_k": [-2, 2.5, "1", None, True],
     "top_p": [0, -1, 1.1, math.nan, "1", None],
     "min_p": [-0.1, 1.1, math.nan, None],
@@ -20,10 +20,10 @@ WRONG: dict[str, list[object]] = {
     "stop": ["", ["a", ""], [1], 5, b"x", {"a": 1}],
     "stop_token_ids": ["12", 5, {1: 2}],
     "ignore_eos": [1, "yes", None],
-    "repetition_penalty": [0, -1, math.inf, math.nan, "1"],
+    "repetition_penalty": [0, -1, 1e-50, 1e39, math.inf, math.nan, "1"],
     "presence_penalty": [-2.1, 2.1, math.nan],
     "frequency_penalty": [-2.1, 2.1, math.nan],
-    "logit_bias": [{1: math.inf}, {1: math.nan}, {1: "x"}, [1, 2]],
+    "logit_bias": [{1: math.inf}, {1: 1e39}, {1: -1e39}, {1: 10**400}, {1: math.nan}, {1: "x"}, [1, 2]],
     "logprobs": [-1, 65, 1.5, True],
     "prompt_logprobs": [-1, 65, 1.5, True],
     "n": [0, 129, 1.5, True, None],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -21,6 +22,7 @@ from minipaged import (
 from minipaged.capacity import plan_capacity
 from minipaged.models.config import DefaultRope, ModelConfig
 from minipaged.settings import EngineSettings
+from minipaged.text.chat import Message
 from tests.conftest import RunAsync
 from tests.engines import tiny_engine
 
@@ -86,7 +88,7 @@ def test_keywords(run: RunAsync, tiny_model: Path) -> None:
             for priority in (True, cast(int, 0.5), cast(int, "1")):
                 with pytest.raises(InvalidRequestError, match="priority"):
                     engine.generate([5], priority=priority)
-            for deadline in (0, -1.0, math.nan, math.inf, True, cast(float, "1")):
+            for deadline in (0, -1.0, 10**400, math.nan, math.inf, True, cast(float, "1")):
                 with pytest.raises(InvalidRequestError, match="deadline"):
                     engine.generate("a text", deadline=deadline)
             with pytest.raises(InvalidRequestError, match="cache_salt"):
@@ -95,6 +97,27 @@ def test_keywords(run: RunAsync, tiny_model: Path) -> None:
                 engine.chat([{"role": "user", "content": "hello"}], cast(SamplingParams, {"temperature": 0}))
             with pytest.raises(InvalidRequestError, match=r"n is 17 .* 16"):
                 engine.generate([5], SamplingParams(n=17))
+
+    run(main)
+
+
+def test_conversations(run: RunAsync, tiny_model: Path) -> None:
+    user = {"role": "user", "content": "hello"}
+
+    async def main() -> None:
+        async with tiny_engine(tiny_model) as engine:
+            for messages in ((each for each in [user]), [{**user, "lock": threading.Lock()}]):
+                with pytest.raises(InvalidRequestError, match="cannot be copied"):
+                    engine.chat(cast(list[Message], messages))
+            for tools in (5, [5], {"name": "search"}):
+                with pytest.raises(InvalidRequestError, match="tools is"):
+                    await engine.chat([user], tools=cast(list[Message], tools)).completion()
+            for variables in (5, {5: 6}, cast(object, {"messages": []})):
+                with pytest.raises(InvalidRequestError, match="variable"):
+                    await engine.chat([user], template_variables=cast(Message, variables)).completion()
+            for template in ("absent", cast(str, 5), cast(str, [])):
+                with pytest.raises(InvalidRequestError, match="no chat template named"):
+                    await engine.chat([user], template=template).completion()
 
     run(main)
 
@@ -135,6 +158,27 @@ def test_settings() -> None:
         Engine.load("model", block_size=0)
     engine = Engine.load("model", config=EngineConfig(block_size=8, num_blocks=5), num_blocks=6)
     assert (engine.config.block_size, engine.config.num_blocks) == (8, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("device", "gpu"),
+        ("kv_dtype", "float8"),
+        ("preemption", ["swap"]),
+        ("preemption", "swpa"),
+        ("overlap", "no"),
+        ("prefix_caching", 0),
+        ("debug", None),
+        ("swap_bandwidth", "fast"),
+        ("swap_bandwidth", 0),
+        ("max_running", 2.0),
+        ("num_threads", 0),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"EngineConfig\.{name} is .*; expected"):
+        EngineConfig(**{name: value})  # type: ignore[arg-type]
 
 
 MODEL = ModelConfig(
