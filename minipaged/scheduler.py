@@ -276,7 +276,7 @@ class Scheduler:
             if sequence.status is Status.FINISHED:
                 heapq.heappop(self._waiting)
                 continue
-            if not self._has_budget() or not self._is_ready(sequence, draft):
+            if not self._has_budget() or not self._is_ready(sequence, draft) or self._is_prefix_coming(sequence):
                 return
             if not self._try_admit(sequence, draft, now):
                 candidates = (s for s in self._batch.sequences if s not in draft.extended)
@@ -302,6 +302,33 @@ class Scheduler:
             return False
         return sequence.swap_transfer is None or not self.kv.host.is_pending(sequence.swap_transfer)
 
+    def _is_prefix_coming(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is computing the very block that this one would have to compute first.
+
+        Then it is cheaper to wait for a step or two: of many requests that begin alike and arrive together, only one
+        computes the beginning.
+        """
+        if not self._may_reuse(sequence) or sequence.table.host_blocks:
+            return False
+        computing = [s for step in self._in_flight for s in step.chunked if s.status is Status.RUNNING]
+        computing += [s for s in self._batch.prefilling if s not in computing]
+        if not computing:
+            return False
+        tokens, namespace, size = sequence.token_ids, sequence.request.namespace, self._config.block_size
+        cached = self.kv.num_cached(tokens, namespace)
+        beginning = tokens[: cached + size]
+        return len(beginning) < len(tokens) and any(
+            s.request.namespace == namespace
+            and s.rank < sequence.rank
+            and len(s.table.nodes) * size <= cached
+            and s.token_ids[: cached + size] == beginning
+            for s in computing
+        )
+
+    def _may_reuse(self, sequence: Sequence) -> bool:
+        """Log-probabilities of the prompt need every prompt token's logits, so its KV has to be computed."""
+        return self._config.prefix_caching and sequence.request.params.prompt_logprobs is None
+
     def _try_admit(self, sequence: Sequence, draft: PlanDraft, now: float) -> bool:
         request = sequence.request
         siblings = self._unforked(sequence)
@@ -318,9 +345,12 @@ class Scheduler:
             draft.swap_in.append(Transfer(*swapped))
             sequence.swap_transfer = None
         else:
-            reuse = request.params.prompt_logprobs is None
             cached = self.kv.open_table(
-                sequence.table, sequence.token_ids, request.namespace, reuse=reuse, headroom=headroom
+                sequence.table,
+                sequence.token_ids,
+                request.namespace,
+                reuse=self._may_reuse(sequence),
+                headroom=headroom,
             )
             if cached is None:
                 return False

@@ -211,7 +211,8 @@ def test_prompts_of_whole_blocks_sent_twice_then_extended(blocks: int) -> None:
     fourth = bench.submit([*tokens, 1, 2, 3])
     bench.run()
     bench.check_outputs()
-    assert [first.cached_tokens, second.cached_tokens] == [0, 0]  # both in one step
+    # Submitted together, the second waits for what the first computes.
+    assert [first.cached_tokens, second.cached_tokens] == [0, (blocks - 1) * BLOCK]
     assert third.cached_tokens == (blocks - 1) * BLOCK
     assert fourth.cached_tokens == blocks * BLOCK
 
@@ -237,6 +238,16 @@ def test_request_arriving_while_an_equal_prompt_is_mid_prefill() -> None:
     bench.run()
     bench.check_outputs()
     assert 0 < second.cached_tokens <= 5 * BLOCK
+
+
+def test_of_many_equal_beginnings_only_one_is_computed() -> None:
+    bench = Bench(config(max_batched_tokens=24), num_blocks=64)
+    beginning = prompt(10 * BLOCK)
+    for seed in range(8):
+        bench.submit([*beginning, *prompt(3, seed)], max_tokens=2)
+    bench.run()
+    bench.check_outputs()
+    assert bench.runner.prefilled == 10 * BLOCK + 8 * 3
 
 
 def test_namespaces_share_nothing() -> None:

@@ -72,6 +72,10 @@ class KVManager:
         self._take(table, matched, nodes, missing)
         return len(matched) * self.block_size
 
+    def num_cached(self, token_ids: array[int], namespace: str) -> int:
+        """How many leading tokens `open_table` would find in the prefix cache."""
+        return len(self._match(token_ids, len(token_ids) - 1, namespace)[0]) * self.block_size
+
     def fork(self, table: BlockTable, num_tokens: int) -> BlockTable:
         """A table that shares the blocks of the first `num_tokens` tokens."""
         blocks = table.blocks[: blocks_for(num_tokens, self.block_size)]
