@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #if defined(__x86_64__)
 #define PAUSE() __builtin_ia32_pause()
@@ -20,6 +21,7 @@ typedef struct {
 
 struct Team {
     int num_threads;
+    pid_t process; /* that has the threads: a fork of it has not */
     pthread_t *threads;
     pthread_mutex_t mutex;
     pthread_cond_t work;
@@ -33,13 +35,15 @@ struct Team {
 };
 
 static void wait_until_equal(atomic_int *value, int expected) {
-    for (int spins = 0; atomic_load_explicit(value, memory_order_acquire) != expected; spins++) {
+    for (int spins = 0; atomic_load(value) != expected; spins++) {
         if (spins < SPINS_BEFORE_YIELD)
             PAUSE();
         else
             sched_yield(); /* somebody else needs this processor, perhaps the thread we wait for */
     }
 }
+
+static int has_threads(const Team *team) { return team->num_threads > 1 && team->process == getpid(); }
 
 static void take_part(Team *team) {
     const Loops *loops = team->loops;
@@ -80,7 +84,7 @@ static void *member_main(void *argument) {
 Team *team_create(int num_threads) {
     Team *team = NULL;
     if (posix_memalign((void **)&team, CACHE_LINE, sizeof *team)) return NULL;
-    *team = (Team){.num_threads = 1};
+    *team = (Team){.num_threads = 1, .process = getpid()};
     pthread_mutex_init(&team->mutex, NULL);
     pthread_cond_init(&team->work, NULL);
     team->threads = calloc(num_threads, sizeof *team->threads);
@@ -94,13 +98,15 @@ Team *team_create(int num_threads) {
 }
 
 void team_destroy(Team *team) {
-    pthread_mutex_lock(&team->mutex);
-    team->stopping = 1;
-    pthread_cond_broadcast(&team->work);
-    pthread_mutex_unlock(&team->mutex);
-    for (int thread = 1; thread < team->num_threads; thread++) pthread_join(team->threads[thread], NULL);
-    pthread_cond_destroy(&team->work);
-    pthread_mutex_destroy(&team->mutex);
+    if (has_threads(team)) {
+        pthread_mutex_lock(&team->mutex);
+        team->stopping = 1;
+        pthread_cond_broadcast(&team->work);
+        pthread_mutex_unlock(&team->mutex);
+        for (int thread = 1; thread < team->num_threads; thread++) pthread_join(team->threads[thread], NULL);
+        pthread_cond_destroy(&team->work);
+        pthread_mutex_destroy(&team->mutex);
+    }
     free(team->threads);
     free(team->progress);
     free(team);
@@ -119,15 +125,18 @@ int team_run(Team *team, const Loops *loops) {
         atomic_init(&team->progress[i].finished, 0);
     }
     team->loops = loops;
-    if (team->num_threads > 1) {
-        atomic_store(&team->is_open, 1);
-        pthread_mutex_lock(&team->mutex);
-        atomic_fetch_add_explicit(&team->generation, 1, memory_order_release);
-        pthread_cond_broadcast(&team->work);
-        pthread_mutex_unlock(&team->mutex);
+    if (!has_threads(team)) {
+        take_part(team);
+        return 0;
     }
+    atomic_store(&team->is_open, 1);
+    pthread_mutex_lock(&team->mutex);
+    atomic_fetch_add_explicit(&team->generation, 1, memory_order_release);
+    pthread_cond_broadcast(&team->work);
+    pthread_mutex_unlock(&team->mutex);
     take_part(team);
-    /* Late threads find nothing left, but must not look at a job that is gone. */
+    /* Late threads find nothing left, but must not look at a job that is gone: either they see that it is closed, or we
+     * see that they are inside (hence sequentially consistent loads and stores of both). */
     atomic_store(&team->is_open, 0);
     wait_until_equal(&team->inside, 0);
     return 0;

@@ -22,7 +22,8 @@ typedef struct {
 Team *team_create(int num_threads); /* NULL if threads or memory cannot be had */
 void team_destroy(Team *team);
 
-/* Run all loops; the caller takes part. Returns 0, or -1 if memory cannot be had. One caller at a time. */
+/* Run all loops; the caller takes part, and in a process that was forked since does everything. Returns 0, or -1 if
+ * memory cannot be had. One caller at a time. */
 int team_run(Team *team, const Loops *loops);
 
 #endif
