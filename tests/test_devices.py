@@ -1,0 +1,69 @@
+"""Which operations an engine runs on, with and without compiled kernels."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from minipaged import DeviceError, Engine, EngineConfig, SamplingParams
+from minipaged.devices import with_device
+from minipaged.ops.base import Array, Ops, Weight
+
+
+def name_of(ops: Ops[Array, Weight]) -> str:
+    return ops.name
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no compiler was found when minipaged was installed."""
+    monkeypatch.setitem(sys.modules, "minipaged.ops._cpu_kernels", None)
+    monkeypatch.delitem(sys.modules, "minipaged.ops.cpu", raising=False)
+    monkeypatch.delattr("minipaged.ops._cpu_kernels", raising=False)
+
+
+def test_the_kernels_are_the_default() -> None:
+    assert with_device(EngineConfig(), name_of) == "cpu"
+    assert with_device(EngineConfig(device="cpu", num_threads=1), name_of) == "cpu"
+    assert with_device(EngineConfig(device="reference"), name_of) == "reference"
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_without_kernels_the_reference_runs_and_one_line_says_so(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with Engine.load(tiny_model, num_blocks=16) as engine:
+            completion = await engine.generate([5, 6], SamplingParams(max_tokens=3, ignore_eos=True)).completion()
+            assert completion.usage.completion_tokens == 3
+
+    anyio.run(main)
+    [record] = [record for record in caplog.records if record.name.startswith("minipaged")]
+    assert record.levelno == logging.WARNING
+    assert "slower reference operations" in record.message
+    assert "\n" not in record.message
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_without_kernels_the_cpu_device_is_an_error(tiny_model: Path) -> None:
+    async def main() -> None:
+        with pytest.raises(DeviceError, match=r"not built.*compiler"):
+            async with Engine.load(tiny_model, device="cpu", num_blocks=16):
+                pass
+
+    anyio.run(main)
+
+
+def test_too_many_threads_are_a_device_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from minipaged.ops import _cpu_kernels
+
+    def fail(num_threads: int) -> None:
+        raise OSError(f"cannot start {num_threads} threads")
+
+    monkeypatch.setattr(_cpu_kernels, "create_team", fail)
+    with pytest.raises(DeviceError, match="cannot start 5 threads; give a smaller num_threads"):
+        with_device(EngineConfig(device="cpu", num_threads=5), name_of)
