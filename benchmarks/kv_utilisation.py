@@ -71,8 +71,8 @@ def main() -> None:
         tokens += sum(s.num_scheduled for s in running)
         slots += scheduler.kv.stats().in_use * 16
         reserved += MAX_MODEL_LEN * len(running)
-        pow2 += sum(1 << (s.max_length - 1).bit_length() for s in running)
-        oracle += sum(s.max_length for s in running)
+        pow2 += sum(1 << (s.request.max_length - 1).bit_length() for s in running)
+        oracle += sum(s.request.max_length for s in running)
         sampled = len(plan.decode_rows) + sum(chunk.samples for chunk in plan.chunks)
         scheduler.commit(StepResult(plan.id, [1] * sampled))
     figures = {

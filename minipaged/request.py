@@ -68,8 +68,6 @@ class Sequence:
     index: int
     token_ids: array[int]
     """Prompt and output."""
-    max_length: int
-    """Tokens, prompt included, at which it ends with reason "length"."""
     table: BlockTable = field(default_factory=BlockTable)
     status: Status = Status.WAITING
     row: int = -1
@@ -88,6 +86,13 @@ class Sequence:
     def rank(self) -> tuple[int, int, int]:
         """Order of service: smaller first, served before and preempted after larger."""
         return (self.request.priority, self.request.arrival, self.index)
+
+    @property
+    def unforked(self) -> list[Sequence]:
+        """The samples that will fork from this sequence when its prompt is computed."""
+        if self.index != 0 or self.request.is_forked:
+            return []
+        return [sibling for sibling in self.request.sequences[1:] if sibling.status is not Status.FINISHED]
 
     @property
     def num_output_tokens(self) -> int:

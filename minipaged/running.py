@@ -29,14 +29,10 @@ class RunningBatch:
         """Rows that nobody has or keeps."""
         return len(self._free_rows)
 
-    def keep_row(self, sequence: Sequence) -> None:
-        """Give a sequence a row before it enters."""
-        sequence.row = self._free_rows.pop()
-
-    def give_up_row(self, sequence: Sequence) -> None:
-        """Take the row away from a sequence that has left, or never entered."""
-        self._free_rows.append(sequence.row)
-        sequence.row = -1
+    def keep_rows(self, sequence: Sequence) -> None:
+        """Give rows to a sequence that is about to enter, and to those that will fork from it."""
+        for member in (sequence, *sequence.unforked):
+            member.row = self._free_rows.pop()
 
     def enter(self, sequence: Sequence) -> None:
         """A sequence with a row starts to compute its known tokens."""
@@ -56,13 +52,16 @@ class RunningBatch:
         self._decodes = None
 
     def leave(self, sequence: Sequence) -> None:
-        """A sequence finishes, or is preempted; its row stays its own until it gives it up."""
+        """A sequence finishes, or is preempted: it gives up its row, and those that have not forked from it theirs."""
         del self.sequences[sequence]
         self.prefilling.pop(sequence, None)
         self.ending.pop(sequence, None)
         if sequence in self.decoding:
             del self.decoding[sequence]
             self._decodes = None
+        for member in (sequence, *sequence.unforked):
+            self._free_rows.append(member.row)
+            member.row = -1
 
     def decodes(self, stalled: Container[Sequence]) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:
         """The decoding sequences that are not stalled, and their rows: the same objects while nothing changes."""

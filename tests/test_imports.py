@@ -13,18 +13,18 @@ import minipaged
 
 PACKAGE = Path(minipaged.__file__).parent
 
+SCHEDULER = ("scheduler", "planner", "plan_draft", "in_flight", "waiting", "running", "preemption")
 ROOMS = (
     ("server", "cli", "__main__"),
     ("llm",),
     ("engine",),
     ("generation", "loading", "step_loop"),
     ("capacity", "devices", "stats", "submission", "token_stream", "worker"),
-    ("scheduler", "plan_draft", "preemption", "running", "runner", "rows"),
+    (*SCHEDULER, "runner", "rows"),
     ("kv", "models", "sampling", "text"),
     ("ops",),
     ("step",),
-    ("settings",),
-    ("config", "request", "params", "output", "errors", "progress"),
+    ("config", "settings", "request", "params", "output", "errors", "progress"),
 )
 """From top to bottom, as in docs/architecture.md."""
 
@@ -72,7 +72,10 @@ def test_a_module_imports_only_from_rooms_below(path: Path) -> None:
             assert RANKS[room(module)] <= RANKS[own], f"{path} imports {module}"
 
 
-@pytest.mark.parametrize("path", [*(PACKAGE / "kv").glob("*.py"), PACKAGE / "scheduler.py"], ids=lambda path: path.name)
+BOOKKEEPING = [*(PACKAGE / "kv").glob("*.py"), *(PACKAGE / f"{name}.py" for name in SCHEDULER)]
+
+
+@pytest.mark.parametrize("path", BOOKKEEPING, ids=lambda path: path.name)
 def test_bookkeeping_imports_no_array_library(path: Path) -> None:
     assert not {module.split(".")[0] for module in imported_modules(path)} & ARRAY_LIBRARIES
 

@@ -101,7 +101,7 @@ class Bench:
         for request in self.requests:
             for sequence in request.sequences:
                 assert sequence.status is Status.FINISHED
-                expected = alone(request.prompt, sequence.index, VOCAB, self.stop, sequence.max_length)
+                expected = alone(request.prompt, sequence.index, VOCAB, self.stop, request.max_length)
                 found = list(sequence.token_ids)
                 if sequence.finish_reason == "abort":
                     assert found == expected[: len(found)]
