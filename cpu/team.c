@@ -12,7 +12,7 @@
 #define PAUSE() __asm__ volatile("" ::: "memory")
 #endif
 
-enum { SPINS_BEFORE_YIELD = 2000, SPINS_BEFORE_SLEEP = 2000, CACHE_LINE = 64 };
+enum { SPINS_BEFORE_YIELD = 2000, SPINS_BEFORE_SLEEP = 2000, STACK_BYTES = 1 << 20, CACHE_LINE = 64 };
 
 typedef struct {
     _Alignas(CACHE_LINE) atomic_int taken;
@@ -88,10 +88,14 @@ Team *team_create(int num_threads) {
     pthread_mutex_init(&team->mutex, NULL);
     pthread_cond_init(&team->work, NULL);
     team->threads = calloc(num_threads, sizeof *team->threads);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, STACK_BYTES);
     for (int thread = 1; team->threads && thread < num_threads; thread++) {
-        if (pthread_create(&team->threads[thread], NULL, member_main, team)) break;
+        if (pthread_create(&team->threads[thread], &attributes, member_main, team)) break;
         team->num_threads = thread + 1;
     }
+    pthread_attr_destroy(&attributes);
     if (team->num_threads == num_threads) return team;
     team_destroy(team);
     return NULL;
