@@ -35,7 +35,7 @@ def plan_capacity(config: EngineConfig, model: ModelConfig, kv_dtype: str) -> Ca
         )
     token_bytes = bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kv_dtype)
     per_block = block_bytes(config.block_size, token_bytes)
-    num_blocks = _num_blocks(config, config.max_model_len or limit, token_bytes, per_block)
+    num_blocks = _num_blocks(config, config.max_model_len or limit, token_bytes)
     swap_blocks = config.swap_blocks
     if swap_blocks is None:
         swap_blocks = _whole_blocks("swap_memory", config.swap_memory, config, token_bytes) if config.swap_memory else 0
@@ -55,7 +55,7 @@ def plan_capacity(config: EngineConfig, model: ModelConfig, kv_dtype: str) -> Ca
     )
 
 
-def _num_blocks(config: EngineConfig, max_length: int, token_bytes: int, per_block: int) -> int:
+def _num_blocks(config: EngineConfig, max_length: int, token_bytes: int) -> int:
     if config.num_blocks is not None:
         return config.num_blocks
     if config.kv_cache_memory is not None:

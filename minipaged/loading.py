@@ -84,7 +84,7 @@ def _make_runner(
     model = source.config
     weights = load_weights(source.checkpoint, model, ops, progress)
     rope = ops.load_rope(*rope_tables(model, capacity.max_model_len))
-    cache, host_cache = _allocate(source.config, config, capacity, ops)
+    cache, host_cache = _allocate(model, config, capacity, ops)
     return Runner(
         ops,
         Llama(model, weights, ops, rope),

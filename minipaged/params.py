@@ -46,7 +46,7 @@ class SamplingParams:
     max_tokens: int | None = None
     """Most tokens to generate per sample; None means up to `max_model_len`."""
     min_tokens: int = 0
-    """Tokens to generate before end-of-sequence or a stop token id may be chosen."""
+    """Tokens to generate before one that ends the sequence may be chosen, or a stop string is looked for."""
     stop: str | Sequence[str] = ()
     """Strings that end the text; they are not part of it."""
     stop_token_ids: Sequence[int] = ()

@@ -108,44 +108,42 @@ class Rows:
         self._last_token[rows] = token_ids
 
     def check(self, plan: StepPlan) -> None:
-        """Before `prepare`: raise AssertionError if the plan contradicts what is known of its rows (debug mode)."""
+        """Before `prepare`: assert that the plan does not contradict what is known of its rows (debug mode)."""
         num_computed, decodes = self._num_computed.copy(), self._decodes.copy()
         tables, admissions = self._tables.copy(), self._admissions.copy()
         for admission in plan.admissions:
             row, known = admission.row, len(admission.token_ids)
-            _require(0 < admission.prompt_length <= known, f"row {row}: the prompt is longer than its {known} tokens")
-            _require(0 <= admission.num_computed < known, f"row {row}: nothing is left to compute of {known} tokens")
+            assert 0 < admission.prompt_length <= known, f"row {row}: the prompt is longer than its {known} tokens"
+            assert 0 <= admission.num_computed < known, f"row {row}: nothing is left to compute of {known} tokens"
             num_computed[row], decodes[row] = admission.num_computed, admission.num_computed == known - 1
             tables[row] = -1
             tables[row, : len(admission.blocks)] = admission.blocks
             admissions[row] = admission
         for row, column, block in plan.table_updates:
-            _require(row in admissions, f"row {row} gets a block without an admission")
+            assert row in admissions, f"row {row} gets a block without an admission"
             tables[row, column] = block
 
         for row in plan.decode_rows:
-            _require(row in admissions, f"row {row} decodes without an admission")
-            _require(
-                bool(decodes[row]), f"row {row} decodes with {num_computed[row]} tokens computed, fewer than known"
-            )
+            assert row in admissions, f"row {row} decodes without an admission"
+            assert decodes[row], f"row {row} decodes with {num_computed[row]} tokens computed, fewer than known"
         for row, start, num_tokens, samples, _ in plan.chunks:
-            _require(row in admissions, f"row {row} has a chunk without an admission")
+            assert row in admissions, f"row {row} has a chunk without an admission"
             known, end = len(admissions[row].token_ids), start + num_tokens
-            _require(start == num_computed[row], f"row {row}: chunk from {start}, but {num_computed[row]} are computed")
-            _require(num_tokens >= 1 and end <= known, f"row {row}: chunk [{start}, {end}) of {known} known tokens")
-            _require(samples == (end == known), f"row {row}: chunk [{start}, {end}) of {known} has samples={samples}")
+            assert start == num_computed[row], f"row {row}: chunk from {start}, but {num_computed[row]} are computed"
+            assert start < end <= known, f"row {row}: chunk [{start}, {end}) of {known} known tokens"
+            assert samples == (end == known), f"row {row}: chunk [{start}, {end}) of {known} has samples={samples}"
 
         work = [(row, int(num_computed[row]), 1) for row in plan.decode_rows]
         work += [(chunk.row, chunk.start, chunk.num_tokens) for chunk in plan.chunks]
-        _require(len({row for row, _, _ in work}) == len(work), "a row is computed twice in one step")
+        assert len({row for row, _, _ in work}) == len(work), "a row is computed twice in one step"
         written: set[tuple[int, int]] = set()
         for row, start, num_tokens in work:
-            _require(start + num_tokens <= self._max_model_len, f"row {row} passes max_model_len {self._max_model_len}")
+            assert start + num_tokens <= self._max_model_len, f"row {row} passes max_model_len {self._max_model_len}"
             for position in range(start, start + num_tokens):
                 block = int(tables[row, position // self._block_size])
                 slot = (block, position % self._block_size)
-                _require(block >= 0, f"row {row} has no block for position {position}")
-                _require(slot not in written, f"two sequences write slot {slot[1]} of block {block}")
+                assert block >= 0, f"row {row} has no block for position {position}"
+                assert slot not in written, f"two sequences write slot {slot[1]} of block {block}"
                 written.add(slot)
 
     def _admit(self, admission: Admission) -> None:
@@ -220,8 +218,3 @@ def _starts(lengths: list[int]) -> Int32:
     starts = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=starts[1:])
     return starts
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(f"The plan is wrong: {message}.")

@@ -16,7 +16,7 @@ from minipaged.ops.base import Array, Bias, HostArray, Penalties, SamplingBatch
 from minipaged.params import LogitsCallback, SamplingParams
 from minipaged.step import Admission
 
-Rows = NDArray[np.int32]
+Int32 = NDArray[np.int32]
 Indices = NDArray[np.intp]
 
 
@@ -26,7 +26,7 @@ class _Penalised:
 
     prompt: NDArray[np.bool_]
     """[vocab_size]"""
-    counts: NDArray[np.int32]
+    counts: Int32
     """[vocab_size]; updated in place with every token of the output."""
     params: SamplingParams
 
@@ -35,9 +35,9 @@ class _Penalised:
 class _Biased:
     """One row's additions to the logits."""
 
-    token_ids: NDArray[np.int32]
+    token_ids: Int32
     values: NDArray[np.float32]
-    stop_ids: NDArray[np.int32]
+    stop_ids: Int32
     stops_from: int
     """Position from which on a stop token may be chosen."""
 
@@ -54,7 +54,7 @@ class _WithCallback:
 class _Selection(Generic[Array]):
     """What stays the same for a choice of rows from step to step; indices count within the choice."""
 
-    rows: Rows
+    rows: Int32
     batch: SamplingBatch[Array]
     penalised: Indices
     biased: Indices
@@ -108,7 +108,7 @@ class SamplingState(Generic[Array]):
         if params.logits_callback is not None:
             self._with_callback[row] = _WithCallback(params.logits_callback, admission.token_ids[:])
 
-    def append(self, rows: Rows, token_ids: NDArray[np.int32]) -> None:
+    def append(self, rows: Int32, token_ids: Int32) -> None:
         """These tokens were chosen, one per row."""
         if not self._penalised and not self._with_callback:
             return
@@ -118,11 +118,11 @@ class SamplingState(Generic[Array]):
             if row in self._with_callback:
                 self._with_callback[row].token_ids.append(token_id)
 
-    def batch(self, rows: Rows, positions: NDArray[np.int32]) -> SamplingBatch[Array]:
+    def batch(self, rows: Int32, positions: Int32) -> SamplingBatch[Array]:
         """For rows [N] whose tokens at positions [N] are to be chosen."""
         return dataclasses.replace(self._select(rows).batch, positions=self._upload(positions.astype(np.uint32)))
 
-    def penalties(self, rows: Rows) -> Penalties[Array] | None:
+    def penalties(self, rows: Int32) -> Penalties[Array] | None:
         """Those of the rows that have any."""
         indices = self._select(rows).penalised
         if indices.size == 0:
@@ -138,10 +138,10 @@ class SamplingState(Generic[Array]):
             frequency=upload(np.array([state.params.frequency_penalty for state in penalised], np.float32)),
         )
 
-    def bias(self, rows: Rows, positions: NDArray[np.int32]) -> Bias[Array] | None:
+    def bias(self, rows: Int32, positions: Int32) -> Bias[Array] | None:
         """That of the rows that have any: logit_bias, and -inf for stop tokens before min_tokens."""
         indices: list[int] = []
-        token_ids: list[NDArray[np.int32]] = []
+        token_ids: list[Int32] = []
         values: list[NDArray[np.float32]] = []
         for index in self._select(rows).biased.tolist():
             biased = self._biased[int(rows[index])]
@@ -160,7 +160,7 @@ class SamplingState(Generic[Array]):
             values=self._upload(np.concatenate(values)),
         )
 
-    def with_callback(self, rows: Rows) -> Indices:
+    def with_callback(self, rows: Int32) -> Indices:
         """Indices of the rows that have a logits callback."""
         return self._select(rows).with_callback
 
@@ -183,11 +183,11 @@ class SamplingState(Generic[Array]):
             )
         return adjusted
 
-    def num_logprobs(self, rows: Rows) -> NDArray[np.int32]:
+    def num_logprobs(self, rows: Int32) -> Int32:
         """How many most likely tokens each row asked for; -1: no log-probabilities at all."""
         return self._num_logprobs[rows]
 
-    def _select(self, rows: Rows) -> _Selection[Array]:
+    def _select(self, rows: Int32) -> _Selection[Array]:
         if self._selection is None or self._selection.rows is not rows:
             temperature = self._temperature[rows]
             upload = self._upload
@@ -228,7 +228,7 @@ class SamplingState(Generic[Array]):
         )
 
 
-def _indices_in(rows: Rows, states: dict[int, _Penalised] | dict[int, _Biased] | dict[int, _WithCallback]) -> Indices:
+def _indices_in(rows: Int32, states: dict[int, _Penalised] | dict[int, _Biased] | dict[int, _WithCallback]) -> Indices:
     if not states:
         return np.empty(0, np.intp)
     return np.array([index for index, row in enumerate(rows.tolist()) if row in states], np.intp)

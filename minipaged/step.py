@@ -79,7 +79,7 @@ class StepPlan:
     copies: tuple[tuple[int, int], ...] = ()
     """Copy-on-write: (source, destination) device blocks."""
     admissions: tuple[Admission, ...] = ()
-    table_updates: Sequence[TableUpdate] = ()
+    table_updates: tuple[TableUpdate, ...] = ()
     decode_rows: tuple[int, ...] = ()
     """Rows that each compute their latest token and sample the next; the same object as before while none changes."""
     chunks: tuple[Chunk, ...] = ()
@@ -117,3 +117,4 @@ class StepResult:
     finished_transfers: tuple[int, ...] = ()
     """Transfers completed since the last result, of this plan or earlier ones."""
     forward_seconds: float = 0.0
+    """How long the forward pass and the choice of tokens took."""

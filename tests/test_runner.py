@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 import minipaged.runner
 from minipaged.config import EngineConfig
 from minipaged.errors import DeviceError, RequestFailedError
-from minipaged.ops.host_arrays import FinishedCopy
 from minipaged.ops.reference import ReferenceOps
 from minipaged.output import TokenLogprob
 from minipaged.params import SamplingParams
@@ -52,10 +51,10 @@ class LateOps(ReferenceOps):
     def __init__(self) -> None:
         self.copies: list[LateCopy] = []
 
-    def blocks_to_host(  # type: ignore[override]
+    def blocks_to_host(
         self, cache: NDArray[np.generic], host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]
     ) -> LateCopy:
-        assert isinstance(super().blocks_to_host(cache, host, pairs), FinishedCopy)
+        super().blocks_to_host(cache, host, pairs)
         self.copies.append(LateCopy())
         return self.copies[-1]
 
@@ -178,7 +177,7 @@ def test_blocks_are_added_as_the_sequence_grows() -> None:
     tokens = list(driver.prefill(driver.admission(0, [1, 2, 3], blocks=blocks[:1])).token_ids)
     rows = (0,)
     for position in range(3, 3 * B):
-        updates = [TableUpdate(0, position // B, blocks[position // B])] if position % B == 0 else []
+        updates = (TableUpdate(0, position // B, blocks[position // B]),) if position % B == 0 else ()
         tokens += driver.run(StepPlan(0, table_updates=updates, decode_rows=rows)).token_ids
     assert tokens == greedy([1, 2, 3], len(tokens))
 
@@ -195,7 +194,7 @@ def test_a_fork_shares_the_prompt_and_copies_what_it_writes() -> None:
         StepPlan(
             0,
             copies=((shared[1], own),),
-            table_updates=[TableUpdate(1, 1, own)],
+            table_updates=(TableUpdate(1, 1, own),),
             decode_rows=(0,),
             chunks=(whole(child),),
         )
@@ -516,7 +515,7 @@ def broken_plans(driver: Driver) -> dict[str, StepPlan]:
     return {
         "row 3 decodes without an admission": StepPlan(0, decode_rows=(3,)),
         "row 3 has a chunk without an admission": StepPlan(0, chunks=(Chunk(3, 0, 1, True, False),)),
-        "row 3 gets a block without an admission": StepPlan(0, table_updates=[TableUpdate(3, 0, 1)]),
+        "row 3 gets a block without an admission": StepPlan(0, table_updates=(TableUpdate(3, 0, 1),)),
         "row 1 decodes with 0": StepPlan(0, admissions=(admission,), decode_rows=(1,)),
         "row 1: chunk from 1": StepPlan(0, admissions=(admission,), chunks=(Chunk(1, 1, 2, True, False),)),
         r"row 1: chunk \[0, 4\)": StepPlan(0, admissions=(admission,), chunks=(Chunk(1, 0, 4, True, False),)),

@@ -4,7 +4,8 @@ Coarse on purpose: each operation is one kernel launch on a GPU. T is the number
 N of rows that sample. `Array` is the device's array type; `Weight` whatever the device keeps a matrix as (packed, say).
 
 KV cache layout: [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim], so that a block is one
-contiguous span. A token's slot is `block * block_size + position % block_size`.
+contiguous span; within it a device may order the elements otherwise. A token's slot is
+`block * block_size + position % block_size`.
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ class Ops(Protocol[Array, Weight]):
     """One machine's implementation. Not thread-safe: one worker thread calls it, in order."""
 
     name: str
+    """As in `EngineConfig.device`."""
     kv_dtype: str
     """Element type of the KV cache unless told otherwise."""
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from minipaged.ops import reference_sampling
-from minipaged.ops.base import Batch, Bias, CacheShape, HostArray, Penalties, Sampled, SamplingBatch
+from minipaged.ops.base import Batch, Bias, CacheShape, HostArray, Penalties, PendingCopy, Sampled, SamplingBatch
 from minipaged.ops.tensor import HostTensor
 
 Array = NDArray[np.generic]
@@ -79,13 +79,13 @@ class HostArrays:
         sources, destinations = _columns(pairs)
         cache[destinations] = cache[sources]
 
-    def blocks_to_host(self, cache: Array, host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]) -> FinishedCopy:
+    def blocks_to_host(self, cache: Array, host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]) -> PendingCopy:
         """Done when it returns."""
         device_blocks, host_blocks = _columns(pairs)
         host[host_blocks] = _bytes(cache)[device_blocks]
         return FinishedCopy()
 
-    def blocks_from_host(self, host: NDArray[np.uint8], cache: Array, pairs: Sequence[tuple[int, int]]) -> FinishedCopy:
+    def blocks_from_host(self, host: NDArray[np.uint8], cache: Array, pairs: Sequence[tuple[int, int]]) -> PendingCopy:
         """Done when it returns."""
         host_blocks, device_blocks = _columns(pairs)
         _bytes(cache)[device_blocks] = host[host_blocks]
