@@ -16,16 +16,29 @@ X86_VARIANTS = {
     "kernels_v4_vnni": ["-march=x86-64-v4", "-mavx512vnni"],
 }
 
+ARM_VARIANTS = {
+    "kernels_v8": [],
+    "kernels_v8_dotprod": ["-march=armv8.2-a+dotprod"],
+}
+
+OTHER_VARIANTS: dict[str, list[str]] = {"kernels_base": []}
+
+
+def variants() -> dict[str, list[str]]:
+    """Flags of each variant of the kernels for the machine that is built for; cpu/module.c names the same ones."""
+    machine = platform.machine().lower()
+    if machine in ("arm64", "aarch64") or "arm64" in os.environ.get("ARCHFLAGS", ""):
+        return ARM_VARIANTS
+    return X86_VARIANTS if machine in ("x86_64", "amd64") else OTHER_VARIANTS
+
 
 class BuildKernels(build_ext):
     """Compiles cpu/kernels.c once per instruction set; the module chooses among them when it runs."""
 
     def build_extension(self, ext: Extension) -> None:
         """Compile every variant, and link them into one module."""
-        is_x86 = platform.machine().lower() in ("x86_64", "amd64") and "arm64" not in os.environ.get("ARCHFLAGS", "")
-        variants = X86_VARIANTS if is_x86 else {"kernels_base": []}
         ext.extra_objects = []
-        for name, flags in variants.items():
+        for name, flags in variants().items():
             # One folder each: the object files would have the same name.
             ext.extra_objects += self.compiler.compile(
                 ["cpu/kernels.c"],

@@ -8,12 +8,19 @@
 
 #include <string.h>
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include "command.h"
 #include "team.h"
 
 typedef Loops Kernels(const Command *, int);
 #if defined(__x86_64__)
 Kernels kernels_v2, kernels_v3, kernels_v4, kernels_v4_vnni;
+#elif defined(__aarch64__)
+Kernels kernels_v8, kernels_v8_dotprod;
 #else
 Kernels kernels_base;
 #endif
@@ -23,6 +30,16 @@ typedef struct {
     Kernels *kernels;
     int supported;
 } InstructionSet;
+
+#if defined(__aarch64__)
+static int has_dotprod(void) {
+#if defined(__linux__)
+    return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+    return 1; /* all of Apple's */
+#endif
+}
+#endif
 
 /* From the least to the most capable. */
 static int instruction_sets(InstructionSet *sets) {
@@ -36,6 +53,9 @@ static int instruction_sets(InstructionSet *sets) {
     sets[count++] = (InstructionSet){"x86-64-v3", kernels_v3, v3};
     sets[count++] = (InstructionSet){"x86-64-v4", kernels_v4, v4};
     sets[count++] = (InstructionSet){"x86-64-v4+vnni", kernels_v4_vnni, v4 && __builtin_cpu_supports("avx512vnni")};
+#elif defined(__aarch64__)
+    sets[count++] = (InstructionSet){"armv8", kernels_v8, 1};
+    sets[count++] = (InstructionSet){"armv8.2+dotprod", kernels_v8_dotprod, has_dotprod()};
 #else
     sets[count++] = (InstructionSet){"base", kernels_base, 1};
 #endif

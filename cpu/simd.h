@@ -178,6 +178,12 @@ INLINE vint dot4(vint acc, vbyte w, int32_t x, const int small) {
                                      _mm256_srai_epi16(_mm256_slli_epi16(y, 8), 8));
     __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(y, 8));
     return acc + (vint)_mm256_add_epi32(even, odd);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    /* The instruction wants signed bytes on both sides: w = (w - 128) + 128, and 128 x = -(-128 x). */
+    int8x16_t y = (int8x16_t)vdupq_n_s32(x);
+    if (small) return (vint)vdotq_s32((int32x4_t)acc, (int8x16_t)w, y);
+    int32x4_t less = vdotq_s32((int32x4_t)acc, (int8x16_t)(w ^ 128), y);
+    return (vint)vsubq_s32(less, vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(-128), y));
 #else
     (void)small;
     vuint words = (vuint)w;
