@@ -191,6 +191,9 @@ inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
@@ -200,5 +203,8 @@ inline int __popc(unsigned x) { return std::popcount(x); }
 inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline unsigned __umulhi(unsigned x, unsigned y) { return static_cast<uint64_t>(x) * y >> 32; }
+inline unsigned long long __umul64hi(unsigned long long x, unsigned long long y) {
+    return static_cast<unsigned __int128>(x) * y >> 64;
+}
 
 #define __trap() emulator::fault("__trap()", emulator::Site::current())
