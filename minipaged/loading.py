@@ -73,7 +73,7 @@ def _kv_dtype(config: EngineConfig, ops: Ops[Array, Weight]) -> str:
 
 def _load_tokenizer(source: ModelSource) -> Tokenizer:
     if source.gguf_metadata is not None:
-        return Tokenizer.from_gguf(source.gguf_metadata)
+        return Tokenizer.from_gguf(source.gguf_metadata, where=str(source.path))
     assert source.folder is not None
     return Tokenizer.from_file(source.folder / "tokenizer.json")
 

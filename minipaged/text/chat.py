@@ -75,24 +75,24 @@ class ChatTemplate:
                 length += len(piece)
                 if length > MAX_CHARACTERS:
                     raise InvalidRequestError(
-                        f"the chat template wrote more than {MAX_CHARACTERS} characters; send fewer messages"
+                        f"The chat template wrote more than {MAX_CHARACTERS} characters; send fewer messages."
                     )
         except InvalidRequestError:
             raise
         except Exception as error:  # a template is a program: it can raise anything
-            raise InvalidRequestError(f"the model's chat template refused the messages: {_told(error)}") from error
+            raise InvalidRequestError(f"The model's chat template refused the messages: {_told(error)}") from error
         return "".join(pieces)
 
     def _choose(self, name: str | None, *, with_tools: bool) -> jinja2.Template:
         if not self._templates:
             raise InvalidRequestError(
-                "the model has no chat template; use generate() with a prompt in the model's own format"
+                "The model has no chat template; use generate() with a prompt in the model's own format."
             )
         if name is None:
             name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
         if not isinstance(name, str) or name not in self._templates:
             raise InvalidRequestError(
-                f"the model has no chat template named {name!r}; it has {', '.join(sorted(self._templates))}"
+                f"The model has no chat template named {name!r}; it has {', '.join(sorted(self._templates))}."
             )
         return self._templates[name]
 
@@ -111,8 +111,8 @@ def _compile(sources: Mapping[str, str]) -> dict[str, jinja2.Template]:
             templates[name] = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(
-                f"the chat template {name!r} is not valid jinja: line {error.lineno}: {error.message}. Correct "
-                "the model's chat template"
+                f"The chat template {name!r} is not valid jinja: line {error.lineno}: {error.message}. Correct "
+                "the model's chat template."
             ) from error
     return templates
 
@@ -120,40 +120,40 @@ def _compile(sources: Mapping[str, str]) -> dict[str, jinja2.Template]:
 def _check_messages(messages: Sequence[Message]) -> None:
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise InvalidRequestError(
-            f"messages is a {type(messages).__name__}; expected a list of objects with a role and a content"
+            f"messages is a {type(messages).__name__}; expected a list of objects with a role and a content."
         )
     if not messages:
-        raise InvalidRequestError("messages is empty; expected at least one message")
+        raise InvalidRequestError("messages is empty; expected at least one message.")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise InvalidRequestError(
-                f"messages[{index}] is a {type(message).__name__}; expected an object with a role and a content"
+                f"messages[{index}] is a {type(message).__name__}; expected an object with a role and a content."
             )
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            raise InvalidRequestError(f"messages[{index}] has the role {role!r}; expected a string such as 'user'")
+            raise InvalidRequestError(f"messages[{index}] has the role {role!r}; expected a string such as 'user'.")
         content = message.get("content")
         if isinstance(content, str) or (content is None and "tool_calls" in message):
             continue
         raise InvalidRequestError(
             f"messages[{index}] has a content of type {type(content).__name__}; expected a string, which only a "
-            "message with tool_calls may leave out"
+            "message with tool_calls may leave out."
         )
 
 
 def _check_tools(tools: object) -> None:
     if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise InvalidRequestError(f"tools is {tools!r:.80}; expected a list of JSON schemas, which are objects")
+        raise InvalidRequestError(f"tools is {tools!r:.80}; expected a list of JSON schemas, which are objects.")
 
 
 def _check_variables(variables: object) -> None:
     if variables is None:
         return
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
-        raise InvalidRequestError(f"the template's variables are {variables!r:.80}; expected an object with names")
+        raise InvalidRequestError(f"The template's variables are {variables!r:.80}; expected an object with names.")
     taken = _ARGUMENTS.intersection(variables)
     if taken:
-        raise InvalidRequestError(f"{', '.join(sorted(taken))} cannot be a variable: it is an argument of its own")
+        raise InvalidRequestError(f"{', '.join(sorted(taken))} cannot be a variable: it is an argument of its own.")
 
 
 def _told(error: Exception) -> str:

@@ -7,6 +7,9 @@ from enum import IntEnum
 from functools import cached_property
 
 from minipaged.errors import ModelLoadError
+from minipaged.models.fields import Fields
+
+_PREFIX = "tokenizer.ggml."
 
 
 class TokenType(IntEnum):
@@ -25,27 +28,22 @@ class TokenizerFields:
 
     Args:
         metadata: the file's keys and plain values (str, bool, int, float, or lists of them).
+        where: what error messages call the file.
 
     Raises:
         ModelLoadError: by any method, where a field is missing, or of the wrong type, length or range.
     """
 
-    def __init__(self, metadata: Mapping[str, object]) -> None:
-        self._metadata = metadata
+    def __init__(self, metadata: Mapping[str, object], where: str) -> None:
+        self._fields = Fields(metadata, where)
 
     def string(self, name: str) -> str:
         """A field that must be there."""
-        value = self._metadata.get(f"tokenizer.ggml.{name}")
-        if not isinstance(value, str):
-            raise self._wrong(name, value, "a string")
-        return value
+        return self._fields.string(f"{_PREFIX}{name}")
 
     def flag(self, name: str, default: bool) -> bool:
         """A field that may be absent."""
-        value = self._metadata.get(f"tokenizer.ggml.{name}", default)
-        if not isinstance(value, bool):
-            raise self._wrong(name, value, "true or false")
-        return value
+        return self._fields.boolean(f"{_PREFIX}{name}", default)
 
     @cached_property
     def tokens(self) -> list[str]:
@@ -59,7 +57,7 @@ class TokenizerFields:
         try:
             types = [TokenType(value) for value in values if isinstance(value, int)]
         except ValueError as error:
-            raise ModelLoadError(f"tokenizer.ggml.token_type: {error}; expected 1 to 6") from error
+            raise self.error(f"token_type: {error}; expected 1 to 6") from error
         self._check_length("token_type", len(types))
         return types
 
@@ -78,10 +76,8 @@ class TokenizerFields:
             if kind is TokenType.UNUSED or not token:
                 continue
             if token in vocabulary:
-                raise ModelLoadError(
-                    f"tokenizer.ggml.tokens: {token!r} has the ids {vocabulary[token]} and {token_id}; expected "
-                    "each token once. Take another conversion of the model"
-                )
+                ids = f"{vocabulary[token]} and {token_id}"
+                raise self.error(f"tokens: {token!r} has the ids {ids}; expected each token once")
             vocabulary[token] = token_id
         return vocabulary
 
@@ -91,51 +87,53 @@ class TokenizerFields:
         for rank, merge in enumerate(self._strings("merges")):
             left, space, right = merge.partition(" ")
             if not (left and space and right):
-                raise ModelLoadError(
-                    f"tokenizer.ggml.merges[{rank}] is {merge!r}; expected two tokens with a space between"
-                )
+                raise self.error(f"merges[{rank}] is {merge!r}; expected two tokens with a space between")
             merges.append((left, right))
         return merges
 
     def token_id(self, name: str) -> int | None:
         """The id of a special token ("bos", "eos", …), or None where the file names none."""
-        value = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if value is None:
+        key = f"{_PREFIX}{name}_token_id"
+        if self._fields.get(key) is None:
             return None
-        if not isinstance(value, int) or not 0 <= value < len(self.tokens):
-            raise self._wrong(f"{name}_token_id", value, f"an id from 0 to {len(self.tokens) - 1}")
-        return value
+        token_id = self._fields.integer(key, at_least=0)
+        if token_id >= len(self.tokens):
+            raise self._fields.wrong(key, f"an id from 0 to {len(self.tokens) - 1}")
+        return token_id
 
     def chat_templates(self) -> dict[str, str]:
         """Chat templates by name; the unnamed one is "default"."""
         prefix = "tokenizer.chat_template"
         return {
             key.removeprefix(prefix).removeprefix(".") or "default": value
-            for key, value in self._metadata.items()
+            for key, value in self._fields.values.items()
             if (key == prefix or key.startswith(f"{prefix}.")) and isinstance(value, str)
         }
+
+    def wrong(self, name: str, expected: str) -> ModelLoadError:
+        """The error for a field that does not hold what is expected."""
+        return self._fields.wrong(f"{_PREFIX}{name}", expected)
+
+    def error(self, problem: str) -> ModelLoadError:
+        """Any other error; `problem` begins with a field's name."""
+        return ModelLoadError(f"{self._fields.where}: {_PREFIX}{problem}. Take another conversion of the model.")
 
     def _strings(self, name: str) -> list[str]:
         values = self._list(name, "strings")
         strings = [value for value in values if isinstance(value, str)]
         if len(strings) != len(values):
-            raise self._wrong(name, next(v for v in values if not isinstance(v, str)), "strings alone in it")
+            odd = next(value for value in values if not isinstance(value, str))
+            raise self.error(f"{name} holds {odd!r}; expected strings alone")
         return strings
 
     def _list(self, name: str, expected: str) -> list[object]:
-        value = self._metadata.get(f"tokenizer.ggml.{name}")
+        value = self._fields.get(f"{_PREFIX}{name}")
         if not isinstance(value, list):
-            raise self._wrong(name, value, f"a list of {expected}")
+            raise self.wrong(name, f"a list of {expected}")
         return value
 
     def _check_length(self, name: str, length: int) -> None:
         if length != len(self.tokens):
-            raise ModelLoadError(
-                f"tokenizer.ggml.{name} has {length} numbers, but there are {len(self.tokens)} tokens; expected "
-                "one for each. Download the file again, or take another conversion of the model"
+            raise self.error(
+                f"{name} has {length} numbers, but there are {len(self.tokens)} tokens; expected one for each"
             )
-
-    def _wrong(self, name: str, found: object, expected: str) -> ModelLoadError:
-        key = f"tokenizer.ggml.{name}"
-        state = f"is {found!r:.80}" if key in self._metadata else "is missing"
-        return ModelLoadError(f"{key} {state}; expected {expected}. Take another conversion of the model")

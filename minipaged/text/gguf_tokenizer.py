@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from minipaged.errors import ModelLoadError
 from minipaged.text.gguf_fields import TokenizerFields, TokenType
 from minipaged.text.source import TokenizerSource
 from minipaged.text.vocabulary import SPACE_MARK
@@ -39,9 +38,9 @@ _ROLES = {
 }
 
 
-def read_tokenizer_metadata(metadata: Mapping[str, object]) -> TokenizerSource:
+def read_tokenizer_metadata(metadata: Mapping[str, object], where: str) -> TokenizerSource:
     """Build the tokenizer that GGUF `metadata` describes; see `Tokenizer.from_gguf`."""
-    fields = TokenizerFields(metadata)
+    fields = TokenizerFields(metadata, where)
     model = fields.string("model")
     match model:
         case "gpt2":
@@ -54,18 +53,15 @@ def read_tokenizer_metadata(metadata: Mapping[str, object]) -> TokenizerSource:
             adds_bos_by_default = True
             default_ids = {"unknown": 0, "bos": 1, "eos": 2}
         case _:
-            raise ModelLoadError(
-                f"tokenizer.ggml.model is {model!r}; known are 'gpt2' (byte-level BPE) and 'llama' "
-                "(SentencePiece-style BPE). Take a model with one of these"
-            )
+            raise fields.wrong("model", "'gpt2' (byte-level BPE) or 'llama' (SentencePiece-style BPE)")
     _add_special_tokens(backend, fields)
     given_ids = {name: fields.token_id(name) for name in _ROLES}
     ids = default_ids | {name: token_id for name, token_id in given_ids.items() if token_id is not None}
     return TokenizerSource(
         backend=backend,
         vocab_size=len(fields.tokens),
-        prefix_ids=_ids_around_a_text(ids, "bos", wanted=fields.flag("add_bos_token", adds_bos_by_default)),
-        suffix_ids=_ids_around_a_text(ids, "eos", wanted=fields.flag("add_eos_token", False)),
+        prefix_ids=_ids_if_wanted(fields, ids, "bos", adds_bos_by_default),
+        suffix_ids=_ids_if_wanted(fields, ids, "eos", False),
         special_tokens={_ROLES[name]: fields.tokens[token_id] for name, token_id in ids.items()},
         chat_templates=fields.chat_templates(),
     )
@@ -76,21 +72,15 @@ def _byte_level_bpe(fields: TokenizerFields, pre_tokenizer: str) -> tokenizers.T
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
     if pre_tokenizer not in _PRE_TOKENIZERS:
-        raise ModelLoadError(
-            f"tokenizer.ggml.pre is {pre_tokenizer!r}; known are {', '.join(sorted(_PRE_TOKENIZERS))}. Take a "
-            "model with one of these, or the same model as a folder with a tokenizer.json"
-        )
+        known = ", ".join(sorted(_PRE_TOKENIZERS))
+        raise fields.wrong("pre", f"one of {known}. Or take the same model as a folder with a tokenizer.json")
     if fields.flag("add_space_prefix", False):
-        raise ModelLoadError(
-            "tokenizer.ggml.add_space_prefix is true; expected false in a byte-level BPE, whose text begins "
-            "as it is. Take the same model as a folder with a tokenizer.json"
-        )
+        expected = "false in a byte-level BPE, whose text begins as it is"
+        raise fields.wrong("add_space_prefix", f"{expected}. Take the same model as a folder with a tokenizer.json")
     try:
         bpe = models.BPE(fields.vocabulary, fields.merges(), ignore_merges=pre_tokenizer in _LLAMA3)
     except Exception as error:  # the package raises plain Exception for a merge of tokens that do not exist
-        raise ModelLoadError(
-            f"tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {error}. Take another conversion of the model"
-        ) from error
+        raise fields.error(f"merges does not fit tokenizer.ggml.tokens: {error}") from error
     backend = tokenizers.Tokenizer(bpe)
     backend.decoder = decoders.ByteLevel()
     if pre_tokenizer in ("gpt-2", "smollm"):
@@ -117,9 +107,9 @@ def _sentencepiece_bpe(fields: TokenizerFields) -> tokenizers.Tokenizer:
     vocabulary = fields.vocabulary
     missing = [token for byte in range(256) if (token := f"<0x{byte:02X}>") not in vocabulary]
     if missing:
-        raise ModelLoadError(
-            f"tokenizer.ggml.tokens lacks the byte tokens {', '.join(missing[:4])}{', …' * (len(missing) > 4)}; "
-            "expected all 256, so that every character can be expressed. Take another conversion of the model"
+        raise fields.error(
+            f"tokens lacks the byte tokens {', '.join(missing[:4])}{', …' * (len(missing) > 4)}; expected all 256, so "
+            "that every character can be expressed"
         )
     bpe = models.BPE(vocabulary, _merges_by_score(fields), byte_fallback=True)
     backend = tokenizers.Tokenizer(bpe)
@@ -170,11 +160,9 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, fields: TokenizerFields) 
     )
 
 
-def _ids_around_a_text(ids: Mapping[str, int], name: str, *, wanted: bool) -> tuple[int, ...]:
-    if not wanted:
+def _ids_if_wanted(fields: TokenizerFields, ids: Mapping[str, int], name: str, default: bool) -> tuple[int, ...]:
+    if not fields.flag(f"add_{name}_token", default):
         return ()
     if name not in ids:
-        raise ModelLoadError(
-            f"the model wants {name.upper()} with every text, but tokenizer.ggml.{name}_token_id is missing"
-        )
+        raise fields.wrong(f"{name}_token_id", f"an id, since the model wants {name.upper()} with every text")
     return (ids[name],)

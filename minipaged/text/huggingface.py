@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minipaged.errors import ModelLoadError
+from minipaged.models.json_file import read_json
 from minipaged.text.source import TokenizerSource
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ def read_tokenizer_file(path: Path) -> TokenizerSource:
     """Read `path` (a tokenizer.json) and the optional files beside it; see `Tokenizer.from_file`."""
     folder = path.parent
     backend = _read_backend(path)
-    config = _read_object(folder / "tokenizer_config.json")
-    special_tokens = _special_tokens(config | _read_object(folder / "special_tokens_map.json"))
+    config = _read_optional(folder / "tokenizer_config.json")
+    special_tokens = _special_tokens(config | _read_optional(folder / "special_tokens_map.json"))
     prefix_ids, suffix_ids = _ids_around_a_text(backend)
     return TokenizerSource(
         backend=backend,
@@ -36,32 +36,24 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
     if not path.is_file():
         raise ModelLoadError(
-            f"there is no {path}; the model's folder must hold a tokenizer.json. Where it has only a "
-            "tokenizer.model, save it anew with transformers' AutoTokenizer.save_pretrained"
+            f"There is no {path}; the model's folder must hold a tokenizer.json. Where it has only a "
+            "tokenizer.model, save it anew with transformers' AutoTokenizer.save_pretrained."
         )
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises plain Exception for whatever is wrong with the file
-        raise ModelLoadError(f"{path} is no tokenizer.json: {error}. Download the file again") from error
+        raise ModelLoadError(f"{path} is no tokenizer.json: {error}. Download the file again.") from error
 
 
-def _read_object(path: Path) -> dict[str, object]:
-    if not path.is_file():
-        return {}
-    try:
-        content: object = json.loads(_read_text(path))
-    except ValueError as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON: {error}. Download the file again") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path} holds a JSON {type(content).__name__}, expected an object")
-    return content
+def _read_optional(path: Path) -> dict[str, object]:
+    return read_json(path) if path.is_file() else {}
 
 
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read as UTF-8: {error}. Download the file again") from error
+        raise ModelLoadError(f"{path} cannot be read as UTF-8: {error}. Download the file again.") from error
 
 
 def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
@@ -82,8 +74,8 @@ def _ids_around_a_text(backend: tokenizers.Tokenizer) -> tuple[list[int], list[i
         if full[start : start + len(bare)] == bare:
             return full[:start], full[start + len(bare) :]
     raise ModelLoadError(
-        f"the tokenizer's post-processor turns the ids {bare} into {full}; expected it to put special tokens "
-        "before and after a text and to leave the text as it is"
+        f"The tokenizer's post-processor turns the ids {bare} into {full}; expected it to put special tokens "
+        "before and after a text and to leave the text as it is."
     )
 
 
@@ -121,5 +113,5 @@ def _chat_templates(folder: Path, config: Mapping[str, object]) -> dict[str, str
             return templates
     raise ModelLoadError(
         f"{folder / 'tokenizer_config.json'}: chat_template is a {type(given).__name__}; expected a string, or "
-        "a list of objects with a name and a template"
+        "a list of objects with a name and a template."
     )

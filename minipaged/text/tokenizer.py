@@ -50,8 +50,8 @@ class Tokenizer:
             token = self.special_tokens.get(role)
             if token is not None and self.token_to_id(token) is None:
                 raise ModelLoadError(
-                    f"the tokenizer's {role} is {token!r}, which is not in its vocabulary of {self.vocab_size} "
-                    "tokens; correct special_tokens_map.json or tokenizer_config.json"
+                    f"The tokenizer's {role} is {token!r}, which is not in its vocabulary of {self.vocab_size} "
+                    "tokens; correct special_tokens_map.json or tokenizer_config.json."
                 )
 
     @classmethod
@@ -67,16 +67,17 @@ class Tokenizer:
         return cls(read_tokenizer_file(Path(path)))
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
+    def from_gguf(cls, metadata: Mapping[str, object], where: str = "GGUF metadata") -> Tokenizer:
         """Rebuild the tokenizer that a GGUF file describes.
 
         Args:
             metadata: the file's metadata, with its own keys ("tokenizer.ggml.tokens", …) and plain values.
+            where: what error messages call the file.
 
         Raises:
             ModelLoadError: something is missing or inconsistent, or the tokenizer is of an unknown kind.
         """
-        return cls(read_tokenizer_metadata(metadata))
+        return cls(read_tokenizer_metadata(metadata, where))
 
     @property
     def bos_token(self) -> str | None:
@@ -147,14 +148,14 @@ class Tokenizer:
             data = text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
-                f"the text holds the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}, "
-                "which is no character; decode the text with the right encoding"
+                f"The text holds the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}, "
+                "which is no character; decode the text with the right encoding."
             ) from error
         if len(data.translate(None, delete=self._missing_bytes)) == len(data):
             return
         missing = frozenset(self._missing_bytes)
         position = next(i for i, character in enumerate(text) if missing.intersection(character.encode()))
         raise InvalidRequestError(
-            f"the text holds U+{ord(text[position]):04X} at position {position}, for which the model's "
-            "vocabulary has no token; remove that character"
+            f"The text holds U+{ord(text[position]):04X} at position {position}, for which the model's "
+            "vocabulary has no token; remove that character."
         )

@@ -65,9 +65,9 @@ class Vocabulary:
             self.token_bytes = {token_id: _sentencepiece(token) for token, token_id in tokens.items()}
         else:
             raise ModelLoadError(
-                f"the tokenizer's decoder is made of {sorted(map(str, kinds))}; known are ['ByteLevel'] "
+                f"The tokenizer's decoder is made of {sorted(map(str, kinds))}; known are ['ByteLevel'] "
                 "(byte-level BPE) and ['ByteFallback', 'Fuse', 'Replace', 'Strip'] (SentencePiece-style with "
-                "byte fallback), which the Llama family uses: take a model of that family"
+                "byte fallback), which the Llama family uses: take a model of that family."
             )
 
 

@@ -114,7 +114,7 @@ def test_chat_template_files_come_before_the_config(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"there is no .*tokenizer\.json.*save_pretrained"):
+    with pytest.raises(ModelLoadError, match=r"There is no .*tokenizer\.json.*save_pretrained"):
         Tokenizer.from_file(tmp_path / "tokenizer.json")
 
 
@@ -122,12 +122,12 @@ def test_a_missing_file_is_named_with_a_remedy(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("tokenizer.json", "{", r"tokenizer\.json is no tokenizer\.json: .*Download"),
-        ("tokenizer_config.json", "{", r"tokenizer_config\.json cannot be read as JSON: .*Download"),
-        ("tokenizer_config.json", "[]", r"tokenizer_config\.json holds a JSON list, expected an object"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json is not valid JSON .*download"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json holds list; expected an object"),
         ("tokenizer_config.json", '{"chat_template": 3}', "chat_template is a int; expected a string"),
         ("tokenizer_config.json", '{"chat_template": [{"name": 1}]}', "chat_template is a list; expected"),
         ("tokenizer_config.json", '{"eos_token": "<end>"}', "eos_token is '<end>', which is not in its vocabulary"),
-        ("special_tokens_map.json", b"\xff\xfe", r"special_tokens_map\.json cannot be read"),
+        ("special_tokens_map.json", b"\xff\xfe", r"special_tokens_map\.json is not valid JSON"),
         ("chat_template.jinja", b"\xff", r"chat_template\.jinja cannot be read as UTF-8"),
     ],
 )
