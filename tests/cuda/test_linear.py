@@ -89,9 +89,10 @@ class Case:
     def assert_close(self, out: Floats) -> None:
         """The sum may be off by a rounding at each of its terms; then it is rounded to the type."""
         x, weight, bias = self.inputs()
-        x, weight = x.astype(np.float64), weight.astype(np.float64)
-        exact = x @ weight.T + (0 if bias is None else bias)
-        terms = np.abs(x) @ np.abs(weight).T + (0 if bias is None else np.abs(bias))
+        rows, columns = x.astype(np.float64), weight.astype(np.float64).T
+        added = np.zeros(self.num_columns) if bias is None else bias.astype(np.float64)
+        exact = rows @ columns + added
+        terms = np.abs(rows) @ np.abs(columns) + np.abs(added)
         step = STEPS["float32" if self.logits else self.element]
         assert (np.abs(out - exact) <= step * np.abs(exact) + 1e-5 * terms).all()
 
