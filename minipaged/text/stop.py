@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from minipaged.errors import InvalidRequestError
-
 
 class StopMatcher:
     """Looks for stop strings in a text that arrives in pieces, and holds back what could still become one.
@@ -19,18 +17,14 @@ class StopMatcher:
     automaton of Aho and Corasick, "Efficient string matching" (1975), whose state is that suffix.
 
     Args:
-        stop: the stop strings; none may be empty.
-        include_stop: whether the text ends with the stop string that was found, or before it.
+        stop: the stop strings; none is empty.
 
-    Raises:
-        InvalidRequestError: a stop string is empty.
+    Attributes:
+        matched: the stop string that was found, if one was.
     """
 
-    def __init__(self, stop: Sequence[str], *, include_stop: bool = False) -> None:
-        if "" in stop:
-            raise InvalidRequestError(f"stop[{list(stop).index('')}] is empty; a stop string needs a character")
+    def __init__(self, stop: Sequence[str]) -> None:
         self.matched: str | None = None
-        self._include_stop = include_stop
         self._held = ""
         self._state = 0
         self._build(stop)
@@ -58,7 +52,7 @@ class StopMatcher:
 
     def _match(self, stop: str, end: int) -> str:
         self.matched = stop
-        shown = self._held[: end if self._include_stop else end - len(stop)]
+        shown = self._held[: end - len(stop)]
         self._held = ""
         return shown
 

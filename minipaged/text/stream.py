@@ -12,12 +12,13 @@ from minipaged.text.tokenizer import Tokenizer
 class TextStream:
     """Turns the token ids of one completion into text that may be shown at once.
 
-    **What the text is.** Every token id stands for bytes (`Tokenizer.token_bytes`). Let P be the bytes of
-    the prompt and C those of the completion. The text of the completion is the decode of P + C as UTF-8,
-    less the complete characters of P. So a character that the prompt's ids leave unfinished belongs to the
-    completion, a leading space after a prompt is kept, and where the prompt has no text at all the
-    completion loses the one space that a SentencePiece tokenizer puts before every text. Invalid bytes
-    become U+FFFD, one for each maximal invalid part, just as in `bytes.decode(errors="replace")`.
+    **What the text is.** Every token id stands for bytes (`Tokenizer.token_bytes`), a special token for
+    none. Let P be the bytes of the prompt and C those of the completion. The text of the completion is
+    the decode of P + C as UTF-8, less the complete characters of P. So a character that the prompt's ids
+    leave unfinished belongs to the completion, a leading space after a prompt is kept, and where the
+    prompt has no text at all the completion loses the one space that a SentencePiece tokenizer puts
+    before every text. Invalid bytes become U+FFFD, one for each maximal invalid part, just as in
+    `bytes.decode(errors="replace")`.
 
     The deltas of `push` and `finish`, joined, equal that text, or, where a stop string occurs in it, the
     text before the first one to be complete (see `StopMatcher`). A character is never split and nothing is
@@ -28,32 +29,19 @@ class TextStream:
     Args:
         tokenizer: gives the bytes of each id.
         prompt_ids: the ids before the completion; only their last bytes are read.
-        stop: stop strings; none may be empty.
-        include_stop: whether the text ends with the stop string that was found, or before it.
+        stop: stop strings, which are not part of the text; none is empty.
         min_tokens: the text of this many first tokens is shown without looking for stop strings in it.
-        skip_special_tokens: whether special tokens have no text.
-
-    Raises:
-        InvalidRequestError: a stop string is empty.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_ids: Sequence[int],
-        *,
-        stop: Sequence[str] = (),
-        include_stop: bool = False,
-        min_tokens: int = 0,
-        skip_special_tokens: bool = True,
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, stop: Sequence[str] = (), min_tokens: int = 0
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         prompt_tail = self._last_bytes(prompt_ids)
         self._decoder.decode(prompt_tail)
         self._drop_space = tokenizer.adds_space_prefix and not prompt_tail
-        self._matcher = StopMatcher(stop, include_stop=include_stop) if stop else None
+        self._matcher = StopMatcher(stop) if stop else None
         self._unmatched_tokens = min_tokens
 
     @property
@@ -63,7 +51,7 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Take the next token; return the text that may be shown now, often all of its own, maybe none."""
-        text = self._decoder.decode(self._token_bytes(token_id))
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
         if self._drop_space and text:
             self._drop_space = False
             text = text.removeprefix(" ")
@@ -81,9 +69,6 @@ class TextStream:
             return text
         return self._matcher.feed(text) + self._matcher.finish()
 
-    def _token_bytes(self, token_id: int) -> bytes:
-        return self._tokenizer.token_bytes(token_id, skip_special_tokens=self._skip_special_tokens)
-
     def _last_bytes(self, ids: Sequence[int]) -> bytes:
         """At least the last three bytes of `ids`, or all: no unfinished character of UTF-8 is longer.
 
@@ -91,7 +76,7 @@ class TextStream:
         """
         tail = b""
         for token_id in reversed(ids):
-            tail = self._token_bytes(token_id) + tail
+            tail = self._tokenizer.token_bytes(token_id) + tail
             if len(tail) >= 3:
                 break
         return tail

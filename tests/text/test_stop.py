@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from minipaged.errors import InvalidRequestError
 from minipaged.text.stop import StopMatcher
 
 strings = st.text("ab", min_size=1, max_size=4)
@@ -25,11 +23,11 @@ def could_become_a_stop(text: str, stop: list[str]) -> str:
     return next((s for s in starts if any(string.startswith(s) and string != s for string in stop)), "")
 
 
-@given(st.lists(st.text("ab", max_size=5), max_size=12), st.lists(strings, max_size=4), st.booleans())
-@example(["a", "ab"], ["aab", "ab"], False)
-@example(["ab", "c"], ["abc", "b"], False)
-def test_equals_the_plain_definition_after_every_piece(pieces: list[str], stop: list[str], include: bool) -> None:
-    matcher = StopMatcher(stop, include_stop=include)
+@given(st.lists(st.text("ab", max_size=5), max_size=12), st.lists(strings, max_size=4))
+@example(["a", "ab"], ["aab", "ab"])
+@example(["ab", "c"], ["abc", "b"])
+def test_equals_the_plain_definition_after_every_piece(pieces: list[str], stop: list[str]) -> None:
+    matcher = StopMatcher(stop)
     text = shown = ""
     for piece in pieces:
         text += piece
@@ -37,7 +35,7 @@ def test_equals_the_plain_definition_after_every_piece(pieces: list[str], stop: 
         match first_match(text, stop):
             case (end, string):
                 assert matcher.matched == string
-                assert shown == text[: end if include else end - len(string)]
+                assert shown == text[: end - len(string)]
             case None:
                 assert matcher.matched is None
                 assert shown + could_become_a_stop(text, stop) == text
@@ -63,8 +61,3 @@ def test_only_text_that_could_become_a_stop_is_held_back() -> None:
     matcher = StopMatcher(["</answer>"])
     assert matcher.feed("a < b </ans") == "a < b "
     assert matcher.feed("wers>") == "</answers>"
-
-
-def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"stop\[1\] is empty"):
-        StopMatcher(["a", ""])

@@ -39,15 +39,13 @@ def unfinished_character(data: bytes) -> bytes:
 
 
 @each_kind
-@given(prompt=token_ids, ids=token_ids, skip=st.booleans())
-def test_joined_deltas_are_the_full_decode_less_the_prompt(
-    kind: str, prompt: list[int], ids: list[int], skip: bool
-) -> None:
+@given(prompt=token_ids, ids=token_ids)
+def test_joined_deltas_are_the_full_decode_less_the_prompt(kind: str, prompt: list[int], ids: list[int]) -> None:
     encoder = tokenizer(kind)
-    text = stream_text(TextStream(encoder, prompt, skip_special_tokens=skip), ids)
+    text = stream_text(TextStream(encoder, prompt), ids)
 
-    prompt_bytes = b"".join(encoder.token_bytes(i, skip_special_tokens=skip) for i in prompt)
-    whole = encoder.decode(prompt + ids, skip_special_tokens=skip)
+    prompt_bytes = b"".join(encoder.token_bytes(i) for i in prompt)
+    whole = encoder.decode(prompt + ids)
     unfinished = unfinished_character(prompt_bytes)
     shown = prompt_bytes[: len(prompt_bytes) - len(unfinished)].decode(errors="replace")
     if encoder.adds_space_prefix and prompt_bytes:
@@ -109,11 +107,10 @@ def test_a_completion_keeps_its_leading_space_after_a_prompt() -> None:
     assert stream_text(TextStream(encoder, encoder.encode("")), answer) == "blue"
 
 
-def test_special_tokens_have_text_only_on_demand() -> None:
+def test_special_tokens_have_no_text() -> None:
     encoder = tokenizer("byte-level")
     end = [encoder.eos_token_id or 0]
     assert stream_text(TextStream(encoder, []), end) == ""
-    assert stream_text(TextStream(encoder, [], skip_special_tokens=False), end) == "<|end|>"
 
 
 def test_stop_strings_are_found_across_tokens_and_not_before() -> None:
@@ -129,12 +126,6 @@ def test_stop_strings_are_found_across_tokens_and_not_before() -> None:
     assert stream.stopped_by == "\n\nQ:"
     assert stream.push(ids[0]) == ""
     assert stream.finish() == ""
-
-
-def test_the_stop_string_can_be_included() -> None:
-    encoder = tokenizer("byte-level")
-    stream = TextStream(encoder, [], stop=["lu"], include_stop=True)
-    assert stream_text(stream, encoder.encode("blue")) == "blu"
 
 
 def test_text_held_back_for_a_stop_comes_at_the_end() -> None:
