@@ -81,7 +81,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(model: str) -> None:
 def test_a_turn_that_fails_leaves_the_conversation_as_it_was(model: str) -> None:
     with Terminal("chat", "--model", model, *OPTIONS, "--kv-memory", "64KiB") as terminal:
         terminal.expect("> ")
-        terminal.type("the " * 200 + "\n")
+        terminal.type("the " * 300 + "\n")
         terminal.expect("Error: ")
         terminal.expect("> ")
         terminal.type("Why?\n")
