@@ -200,7 +200,6 @@ MODEL = ModelConfig(
     qk_norm=False,
     tie_word_embeddings=False,
     sliding_windows=(None,) * 3,
-    bos_token_id=0,
     eos_token_ids=(1,),
 )
 BLOCK = 16 * 2 * 3 * 2 * 16 * 4

@@ -83,5 +83,11 @@ class ModelConfig:
     """The output head is the embedding table."""
     sliding_windows: tuple[int | None, ...]
     """Per layer: how many latest positions a token attends to, itself included; None: all."""
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+
+
+def context_length(declared: int, scaling: RopeScaling) -> int:
+    """The longest sequence: with YaRN some files declare the stretched context and some the original one."""
+    if isinstance(scaling, YarnRope):
+        return max(declared, int(scaling.factor * scaling.original_max_position_embeddings))
+    return declared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from minipaged.errors import ModelLoadError
 from minipaged.models.checkpoint import Checkpoint, StoredTensor
 from minipaged.models.config import ModelConfig
 from minipaged.models.gguf_config import ROPE_FACTORS, parse_gguf_config
-from minipaged.models.gguf_file import GGUFTensor, read_gguf
+from minipaged.models.gguf_file import read_gguf
 
 _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -52,7 +53,7 @@ def open_gguf(path: Path) -> GGUFModel:
             f"{path} is one part of {metadata['split.count']}, but its name does not end in "
             "-00001-of-NNNNN.gguf, by which the others are found. Give all parts their original names."
         )
-    tensors: dict[str, GGUFTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for tensor in (tensor for file in files for tensor in file.tensors):
         if tensor.name in tensors:
             raise ModelLoadError(f"{path} holds the tensor {tensor.name} twice; take another conversion of the model.")
@@ -60,8 +61,8 @@ def open_gguf(path: Path) -> GGUFModel:
     factors = tensors.pop(ROPE_FACTORS, None)
     rope_factors = None if factors is None else tuple(factors.decode(factors.data.reshape(1, -1))[0].tolist())
     config = parse_gguf_config(metadata, tensors.keys(), rope_factors, where=str(path))
-    stored = [_stored(tensor, config) for tensor in tensors.values()]
-    return GGUFModel(config, Checkpoint(path, {tensor.name: tensor for tensor in stored}), metadata)
+    renamed = [_as_in_hugging_face(tensor, config) for tensor in tensors.values()]
+    return GGUFModel(config, Checkpoint(path, {tensor.name: tensor for tensor in renamed}), metadata)
 
 
 def _parts(path: Path) -> list[Path]:
@@ -80,21 +81,14 @@ def _parts(path: Path) -> list[Path]:
     return parts
 
 
-def _stored(tensor: GGUFTensor, config: ModelConfig) -> StoredTensor:
+def _as_in_hugging_face(tensor: StoredTensor, config: ModelConfig) -> StoredTensor:
+    """Under the name it has there; q and k of Llama-like models with the number of their permuted heads."""
     heads = {}
     if config.architecture == "llama":
         heads = {"self_attn.q_proj": config.num_query_heads, "self_attn.k_proj": config.num_kv_heads}
     name = _hugging_face_name(tensor.name)
     module = re.sub(r"model\.layers\.\d+\.|\.(weight|bias)$", "", name)
-    return StoredTensor(
-        name=name,
-        stored_name=tensor.name,
-        shape=tensor.shape,
-        encoding=tensor.quantization,
-        data=tensor.data,
-        decode=tensor.decode,
-        num_permuted_heads=heads.get(module),
-    )
+    return dataclasses.replace(tensor, name=name, num_permuted_heads=heads.get(module))
 
 
 def _hugging_face_name(name: str) -> str:

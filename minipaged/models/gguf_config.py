@@ -16,9 +16,9 @@ from minipaged.models.config import (
     ModelConfig,
     RopeScaling,
     YarnRope,
+    context_length,
 )
 from minipaged.models.fields import Fields
-from minipaged.models.hf_config import context_length
 
 ARCHITECTURES: Mapping[str, Architecture] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """By general.architecture. Mistral models are converted as "llama"."""
@@ -81,7 +81,6 @@ def parse_gguf_config(
         qk_norm=architecture == "qwen3",
         tie_word_embeddings="output.weight" not in tensor_names,
         sliding_windows=(window,) * num_layers,
-        bos_token_id=_token_id(general, "bos", vocab_size),
         eos_token_ids=_eos_token_ids(general, vocab_size),
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from gguf import GGMLQuantizationType, GGUFValueType
 from numpy.typing import NDArray
 
 from minipaged.errors import ModelLoadError
-from minipaged.models.checkpoint import map_file
+from minipaged.models.checkpoint import StoredTensor, map_file
 
 _SCALARS = {
     GGUFValueType.UINT8: "B",
@@ -39,27 +38,13 @@ _SCALARS = {
 
 
 @dataclass(frozen=True, slots=True)
-class GGUFTensor:
-    """A tensor as the file describes it."""
-
-    name: str
-    shape: tuple[int, ...]
-    """In elements, outermost first (the file has it innermost first)."""
-    quantization: str
-    """The name of its ggml type, such as "F32" or "Q4_1"."""
-    data: NDArray[np.uint8]
-    """[num_bytes], a view of the mapped file."""
-    decode: Callable[[NDArray[np.uint8]], NDArray[np.float32]]
-    """Raw rows [n, bytes per row] to float32 [n, elements per row]."""
-
-
-@dataclass(frozen=True, slots=True)
 class GGUFFile:
     """The content of one file."""
 
     metadata: dict[str, object]
     """Strings, booleans, numbers, and lists of them."""
-    tensors: list[GGUFTensor]
+    tensors: list[StoredTensor]
+    """Under their own names, shapes outermost first (the file has them innermost first)."""
 
 
 def read_gguf(path: Path) -> GGUFFile:
@@ -178,7 +163,7 @@ def _read_tensor_header(cursor: _Cursor) -> _TensorHeader:
     return _TensorHeader(name, tuple(reversed(sizes)), kind, cursor.integer("Q"))
 
 
-def _place(header: _TensorHeader, data: NDArray[np.uint8]) -> GGUFTensor:
+def _place(header: _TensorHeader, data: NDArray[np.uint8]) -> StoredTensor:
     block, block_bytes = gguf.GGML_QUANT_SIZES[header.kind]
     num_bytes = math.prod(header.shape) // block * block_bytes
     if header.offset + num_bytes > len(data):
@@ -186,10 +171,11 @@ def _place(header: _TensorHeader, data: NDArray[np.uint8]) -> GGUFTensor:
             f"is cut short: {header.name} ends {header.offset + num_bytes - len(data)} bytes after the end of the "
             "file. Download it again."
         )
-    return GGUFTensor(
+    return StoredTensor(
         name=header.name,
+        stored_name=header.name,
         shape=header.shape,
-        quantization=header.kind.name,
+        encoding=header.kind.name,
         data=data[header.offset : header.offset + num_bytes],
         decode=partial(_decode, header.kind),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from minipaged.errors import ModelLoadError
-from minipaged.models.config import Architecture, ModelConfig, RopeScaling, YarnRope
+from minipaged.models.config import Architecture, ModelConfig, context_length
 from minipaged.models.fields import Fields
 from minipaged.models.hf_rope import parse_rope
 
@@ -21,8 +21,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 """By model_type."""
 
-_DEFAULT_SPECIAL_IDS = {"llama": (1, 2), "mistral": (1, 2)}
-"""bos_token_id and eos_token_id where config.json does not mention them at all."""
+_DEFAULT_EOS_IDS = {"llama": 2, "mistral": 2}
+"""eos_token_id where config.json does not mention it at all."""
 
 
 def parse_hf_config(
@@ -62,16 +62,8 @@ def parse_hf_config(
         qk_norm=architecture == "qwen3",
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         sliding_windows=_sliding_windows(fields, architecture, num_layers),
-        bos_token_id=_bos_token_id(fields, architecture, vocab_size),
         eos_token_ids=_eos_token_ids(fields, generation, architecture, vocab_size),
     )
-
-
-def context_length(declared: int, scaling: RopeScaling) -> int:
-    """The longest sequence: with YaRN some files declare the stretched context and some the original one."""
-    if isinstance(scaling, YarnRope):
-        return max(declared, int(scaling.factor * scaling.original_max_position_embeddings))
-    return declared
 
 
 def _architecture(fields: Fields) -> Architecture:
@@ -131,21 +123,14 @@ def _sliding_windows(fields: Fields, architecture: Architecture, num_layers: int
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
 
 
-def _bos_token_id(fields: Fields, architecture: Architecture, vocab_size: int) -> int | None:
-    if "bos_token_id" not in fields.values:
-        return _DEFAULT_SPECIAL_IDS.get(architecture, (None, None))[0]
-    ids = _token_ids(fields, "bos_token_id", vocab_size)
-    return ids[0] if ids else None
-
-
 def _eos_token_ids(
     fields: Fields, generation: Mapping[str, object] | None, architecture: Architecture, vocab_size: int
 ) -> tuple[int, ...]:
     """generation_config.json has the last word: it knows of the tokens that end a turn, too."""
     if generation is not None and generation.get("eos_token_id") is not None:
         return _token_ids(Fields(generation, "generation_config.json"), "eos_token_id", vocab_size)
-    if "eos_token_id" not in fields.values and architecture in _DEFAULT_SPECIAL_IDS:
-        return (_DEFAULT_SPECIAL_IDS[architecture][1],)
+    if "eos_token_id" not in fields.values and architecture in _DEFAULT_EOS_IDS:
+        return (_DEFAULT_EOS_IDS[architecture],)
     return _token_ids(fields, "eos_token_id", vocab_size)
 
 

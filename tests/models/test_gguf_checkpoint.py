@@ -74,7 +74,7 @@ def test_every_type_that_the_gguf_package_can_dequantise(tmp_path: Path, quantiz
     writer.add_tensor("matrix", raw, raw_shape=raw.shape, raw_dtype=kind)
     _write(writer)
     [tensor] = read_gguf(tmp_path / "model.gguf").tensors
-    assert (tensor.quantization, tensor.shape) == (quantization, (6, 2 * block))
+    assert (tensor.encoding, tensor.shape) == (quantization, (6, 2 * block))
     decoded = tensor.decode(tensor.data.reshape(6, -1))
     assert decoded.dtype == np.float32
     np.testing.assert_array_equal(decoded, gguf.quants.dequantize(raw, kind))

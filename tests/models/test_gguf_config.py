@@ -118,7 +118,7 @@ def test_rope_scaling(changes: dict[str, object], expected: RopeScaling) -> None
 def test_defaults() -> None:
     config = parse({"llama.attention.head_count_kv": None, "llama.vocab_size": None, "tokenizer.ggml.tokens": ["a"]})
     assert (config.num_kv_heads, config.head_dim, config.vocab_size, config.rope_theta) == (4, 16, 1, 10000.0)
-    assert (config.bos_token_id, config.eos_token_ids) == (None, ())
+    assert config.eos_token_ids == ()
 
 
 def test_lists_with_a_number_per_layer() -> None:
@@ -138,13 +138,11 @@ def test_every_token_that_ends_a_turn_is_an_eos() -> None:
     tokens = ["a", "<|end_of_text|>", "<|eot_id|>", "b", "<|im_end|>", "c", "d", "e"]
     changes: dict[str, object] = {
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.eot_token_id": 3,
         "tokenizer.ggml.eom_token_id": 5,
     }
     config = parse(changes)
-    assert config.bos_token_id == 0
     assert config.eos_token_ids[0] == 2  # the file's own first
     assert set(config.eos_token_ids) == {1, 2, 3, 4, 5}
 
@@ -168,7 +166,7 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
     ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5"),
     ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 0.5}, "attn_factor is 0.5"),
     ({"tokenizer.ggml.eos_token_id": 8}, "eos_token_id is 8; expected a token id from 0 to 7"),
-    ({"tokenizer.ggml.bos_token_id": -1}, "bos_token_id is -1"),
+    ({"tokenizer.ggml.eot_token_id": -1}, "eot_token_id is -1"),
 ]
 
 

@@ -25,7 +25,7 @@ def test_llama_2_without_the_keys_that_came_later() -> None:
     config = parse_hf_config(published.LLAMA_2_7B, None)
     assert (config.architecture, config.num_query_heads, config.num_kv_heads, config.head_dim) == ("llama", 32, 32, 128)
     assert (config.rope_theta, config.rope_scaling) == (10000.0, DefaultRope())
-    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert config.eos_token_ids == (2,)
     assert config.sliding_windows == (None,) * 32
     assert not config.attention_bias
     assert not config.tie_word_embeddings
@@ -57,7 +57,7 @@ def test_mistral() -> None:
 
 
 def test_qwen2_has_biases_on_q_k_and_v_alone() -> None:
-    config = parse_hf_config(published.QWEN2_5_0_5B, {"eos_token_id": [151645, 151643], "bos_token_id": 151643})
+    config = parse_hf_config(published.QWEN2_5_0_5B, {"eos_token_id": [151645, 151643]})
     assert (config.attention_bias, config.attention_output_bias, config.mlp_bias) == (True, False, False)
     assert config.eos_token_ids == (151645, 151643)
     assert config.sliding_windows == (None,) * 24
@@ -223,7 +223,7 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
     ({"eos_token_id": 384}, "eos_token_id is 384; expected a token id, or a list of them, from 0 to 383"),
     ({"eos_token_id": [1, -1]}, "eos_token_id is [1, -1]"),
     ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
-    ({"bos_token_id": True}, "bos_token_id is True"),
+    ({"eos_token_id": True}, "eos_token_id is True"),
     ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0; expected an integer of at least 1"),
     ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "expected a list of 2 (num_hidden_layers)"),
     ({"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]}, "layer_types is"),
@@ -277,11 +277,9 @@ def test_eos(config: object, generation: dict[str, object] | None, expected: tup
     assert parse(generation, eos_token_id=config).eos_token_ids == expected
 
 
-def test_special_ids_that_are_not_mentioned_are_those_of_llama() -> None:
-    config = parse_hf_config(without(tiny_config(), "bos_token_id", "eos_token_id"), None)
-    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
-    config = parse_hf_config(without(tiny_config(model_type="qwen2"), "bos_token_id", "eos_token_id"), None)
-    assert (config.bos_token_id, config.eos_token_ids) == (None, ())
+def test_an_eos_that_is_not_mentioned_is_that_of_the_architecture() -> None:
+    assert parse_hf_config(without(tiny_config(), "eos_token_id"), None).eos_token_ids == (2,)
+    assert parse_hf_config(without(tiny_config(model_type="qwen2"), "eos_token_id"), None).eos_token_ids == ()
 
 
 @pytest.mark.parametrize(

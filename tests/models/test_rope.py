@@ -44,7 +44,6 @@ def model_config(head_dim: int, theta: float, scaling: RopeScaling) -> ModelConf
         qk_norm=False,
         tie_word_embeddings=True,
         sliding_windows=(None,),
-        bos_token_id=None,
         eos_token_ids=(),
     )
 
