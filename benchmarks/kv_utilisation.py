@@ -69,7 +69,7 @@ def main() -> None:
     while (plan := scheduler.plan(0.0)) is not None:
         running = [s for request in requests for s in request.sequences if s.table.blocks]
         tokens += sum(s.num_scheduled for s in running)
-        slots += scheduler.kv.stats().in_use * 16
+        slots += scheduler.kv.pool.num_in_use * 16
         reserved += MAX_MODEL_LEN * len(running)
         pow2 += sum(1 << (s.request.max_length - 1).bit_length() for s in running)
         oracle += sum(s.request.max_length for s in running)

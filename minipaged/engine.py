@@ -26,7 +26,7 @@ from minipaged.progress import Progress, no_progress
 from minipaged.request import Request
 from minipaged.scheduler import Scheduler
 from minipaged.settings import EngineSettings, merge_settings
-from minipaged.stats import BlockCounts, EngineStats
+from minipaged.stats import EngineStats
 from minipaged.step_loop import StepLoop
 from minipaged.submission import Options, Prompt, check_params, check_prompt_ids, check_text
 from minipaged.text.chat import Message
@@ -288,12 +288,11 @@ class Engine:
         """A snapshot of queues, blocks and counts."""
         steps = self._running()
         scheduler = steps.scheduler.stats()
-        kv = scheduler.kv
         return EngineStats(
             waiting=steps.num_waiting,
             running=scheduler.running,
-            blocks=BlockCounts(kv.total, kv.free, kv.cached, kv.in_use),
-            host_blocks=BlockCounts(kv.host_total, kv.host_free, 0, kv.host_in_use),
+            blocks=scheduler.blocks,
+            host_blocks=scheduler.host_blocks,
             prefix_cache_queries=scheduler.prompt_tokens,
             prefix_cache_hits=scheduler.cached_tokens,
             preemptions_by_swap=scheduler.preemptions_by_swap,

@@ -93,8 +93,3 @@ class Sequence:
         if self.index != 0 or self.request.is_forked:
             return []
         return [sibling for sibling in self.request.sequences[1:] if sibling.status is not Status.FINISHED]
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
-        return len(self.token_ids) - len(self.request.prompt)

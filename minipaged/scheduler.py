@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from minipaged.config import EngineConfig
 from minipaged.errors import EngineBusyError, InvalidRequestError, PromptTooLongError
 from minipaged.in_flight import StepInFlight, StepsInFlight
-from minipaged.kv.manager import KVManager, KVStats
+from minipaged.kv.manager import KVManager
 from minipaged.output import FinishReason, TokenLogprob
 from minipaged.planner import Planner
 from minipaged.preemption import PreemptionPolicy
 from minipaged.request import Request, Sequence, Status
 from minipaged.running import RunningBatch
+from minipaged.stats import BlockCounts
 from minipaged.step import StepPlan, StepResult
 from minipaged.waiting import WaitingQueue
 
@@ -51,7 +52,8 @@ class SchedulerStats:
     """Prompt tokens of requests admitted so far."""
     cached_tokens: int
     """Those of them that came from the prefix cache."""
-    kv: KVStats
+    blocks: BlockCounts
+    host_blocks: BlockCounts
 
 
 class Scheduler:
@@ -242,7 +244,8 @@ class Scheduler:
             preemptions_by_recompute=self._planner.num_recomputes,
             prompt_tokens=self._planner.prompt_tokens,
             cached_tokens=self._planner.cached_tokens,
-            kv=self.kv.stats(),
+            blocks=self.kv.pool.counts(),
+            host_blocks=self.kv.host.pool.counts(),
         )
 
     def check(self) -> None:

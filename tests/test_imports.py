@@ -19,12 +19,12 @@ ROOMS = (
     ("llm",),
     ("engine",),
     ("generation", "loading", "step_loop"),
-    ("capacity", "devices", "stats", "submission", "token_stream", "worker"),
+    ("capacity", "devices", "submission", "token_stream", "worker"),
     (*SCHEDULER, "runner", "rows"),
     ("kv", "models", "sampling", "text"),
     ("ops",),
     ("step",),
-    ("config", "settings", "request", "params", "output", "errors", "progress"),
+    ("config", "settings", "request", "params", "output", "stats", "errors", "progress"),
 )
 """From top to bottom, as in docs/architecture.md."""
 

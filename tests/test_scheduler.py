@@ -92,10 +92,10 @@ class Bench:
         self.check_idle()
 
     def check_idle(self) -> None:
-        stats = self.scheduler.stats().kv
-        assert stats.in_use == stats.host_in_use == stats.pending_transfers == 0
-        assert stats.free + stats.cached == stats.total
-        assert stats.host_free == stats.host_total
+        stats = self.scheduler.stats()
+        assert stats.blocks.in_use == stats.host_blocks.in_use == self.scheduler.kv.host.num_pending == 0
+        for counts in (stats.blocks, stats.host_blocks):
+            assert counts.free + counts.cached == counts.total
 
     def check_outputs(self) -> None:
         for request in self.requests:
@@ -278,7 +278,7 @@ def test_a_long_prompt_does_not_stall_decodes() -> None:
     short = bench.submit([1, 2, 3], max_tokens=40)
     bench.step()
     long = bench.submit(prompt(100), max_tokens=4)
-    while long.sequences[0].num_output_tokens == 0:
+    while len(long.sequences[0].token_ids) == 100:
         before = len(short.sequences[0].token_ids)
         bench.step()
         if short.sequences[0].status is not Status.FINISHED:
@@ -316,7 +316,7 @@ def test_parallel_samples_share_the_prompt_and_copy_on_write() -> None:
     request = bench.submit(prompt(2 * BLOCK + 2), n=4, max_tokens=6)
     bench.step()
     bench.step()
-    assert bench.scheduler.stats().kv.in_use < 4 * 3
+    assert bench.scheduler.stats().blocks.in_use < 4 * 3
     bench.run()
     bench.check_outputs()
     assert len({tuple(s.token_ids) for s in request.sequences}) == 4

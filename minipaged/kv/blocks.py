@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from minipaged.stats import BlockCounts
+
 
 class BlockPool:
     """Blocks 0..num_blocks-1 with reference counts. Every operation is O(1).
@@ -38,6 +40,10 @@ class BlockPool:
     def num_in_use(self) -> int:
         """Blocks that have owners."""
         return self.num_blocks - len(self._free) - len(self._cached)
+
+    def counts(self) -> BlockCounts:
+        """Blocks by state, now."""
+        return BlockCounts(self.num_blocks, self.num_free, self.num_cached, self.num_in_use)
 
     def allocate(self) -> int:
         """A free block, now with one owner. `IndexError` if none is free (see `evict`)."""

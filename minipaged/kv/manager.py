@@ -8,27 +8,12 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from minipaged.kv.blocks import BlockPool
 from minipaged.kv.host import HostTier, PendingTransfer
 from minipaged.kv.ledger import blocks_for
 from minipaged.kv.prefix import ROOT, PrefixCache
 from minipaged.kv.table import BlockTable
-
-
-@dataclass(frozen=True, slots=True)
-class KVStats:
-    """Blocks by state; free + cached + in use = total on each tier."""
-
-    total: int
-    free: int
-    cached: int
-    in_use: int
-    host_total: int
-    host_free: int
-    host_in_use: int
-    pending_transfers: int
 
 
 class KVManager:
@@ -170,21 +155,7 @@ class KVManager:
         for block in reversed(self.host.finish(transfer_id)):
             self.release_block(block)
 
-    # Reporting
-
-    def stats(self) -> KVStats:
-        """Blocks by state, now."""
-        pool, host = self.pool, self.host.pool
-        return KVStats(
-            total=pool.num_blocks,
-            free=pool.num_free,
-            cached=pool.num_cached,
-            in_use=pool.num_in_use,
-            host_total=host.num_blocks,
-            host_free=host.num_free,
-            host_in_use=host.num_in_use,
-            pending_transfers=self.host.num_pending,
-        )
+    # Debugging
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Assert the invariants, given every live table."""

@@ -155,9 +155,9 @@ class KVMachine(RuleBasedStateMachine):
         if not hasattr(self, "kv"):
             return
         self.kv.check(holder.table for holder in self.holders)
-        stats = self.kv.stats()
-        assert stats.free + stats.cached + stats.in_use == stats.total
-        assert stats.host_free + stats.host_in_use == stats.host_total
+        device, host = self.kv.pool.counts(), self.kv.host.pool.counts()
+        for counts in (device, host):
+            assert counts.free + counts.cached + counts.in_use == counts.total
         for holder in self.holders:
             if not holder.table.host_blocks and holder.transfer is None:
                 for column in range(blocks_for(holder.written, BLOCK)):
@@ -165,7 +165,7 @@ class KVMachine(RuleBasedStateMachine):
                     expected = self.content(holder, column, holder.written)
                     assert found == expected, f"column {column} holds {found}, not {expected}"
         if not self.holders and not self.copying:
-            assert stats.in_use == stats.host_in_use == 0
+            assert device.in_use == host.in_use == 0
 
 
 KVMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
