@@ -1,9 +1,9 @@
 """How long the event loop is held up: a 5 ms heartbeat while a long text is encoded and while forwards run.
 
-Usage: python benchmarks/heartbeat.py [MODEL]
+The gap of a beat is the time since the one before, less 5 ms.
 
-The gap of a beat is the time since the one before, less 5 ms. The last line is one JSON object: the largest gap in
-milliseconds for each phase, `idle` being the machine's own.
+Run: python -m benchmarks.heartbeat [MODEL]. The last line is one JSON object: the largest gap in milliseconds for each
+phase, `idle` being the machine's own.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import json
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import anyio
 
-from minipaged import Engine, SamplingParams
+from minipaged import Engine, PromptTooLongError, SamplingParams
 
 PERIOD = 0.005
 ENCODED_TOKENS = 20_000
@@ -52,10 +53,8 @@ async def main(model: str | None) -> None:
         async def encode() -> None:
             """The prompt is far too long for the model, so that nothing but the encoding happens."""
             for index in range(5):
-                try:
+                with suppress(PromptTooLongError):
                     await engine.generate(f"{index} {text}", one_token).completion()
-                except ValueError:
-                    continue
 
         async def prefill() -> None:
             ids = engine.tokenizer.encode(text)[: engine.capacity.max_model_len // 2]

@@ -6,17 +6,19 @@ import random
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Unpack
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minipaged.config import EngineConfig
+from minipaged.config import EngineConfig, PreemptionMode
 from minipaged.errors import EngineBusyError, InvalidRequestError, PromptTooLongError
 from minipaged.params import SamplingParams
 from minipaged.request import Request, Status
 from minipaged.scheduler import Scheduler
+from minipaged.settings import EngineSettings
 from minipaged.step import StepPlan
 from tests.simulated_runner import SimulatedRunner, alone
 
@@ -110,9 +112,9 @@ class Bench:
                     assert sequence.finish_reason == ("stop" if found[-1] in self.stop else "length")
 
 
-def config(**settings: object) -> EngineConfig:
-    defaults = {"block_size": BLOCK, "max_running": 8, "max_batched_tokens": 16, "debug": True}
-    return EngineConfig(**(defaults | settings))  # type: ignore[arg-type]
+def config(**settings: Unpack[EngineSettings]) -> EngineConfig:
+    defaults = EngineConfig(block_size=BLOCK, max_running=8, max_batched_tokens=16, debug=True)
+    return replace(defaults, **settings)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -289,7 +291,7 @@ def test_a_long_prompt_does_not_stall_decodes() -> None:
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 @pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK + 1])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_preemption_at_every_edge_of_a_block(mode: str, length: int, overlap: bool) -> None:
+def test_preemption_at_every_edge_of_a_block(mode: PreemptionMode, length: int, overlap: bool) -> None:
     """The victim has `length` tokens when an urgent request needs the whole pool."""
     bench = Bench(config(preemption=mode, overlap=overlap), num_blocks=6, swap_blocks=6)
     victim = bench.submit([1], max_tokens=20)

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import cast, get_type_hints
 
 import numpy as np
 import pytest
@@ -149,7 +149,7 @@ def test_prompt_too_long(run: RunAsync, tiny_model: Path) -> None:
 
 
 def test_settings() -> None:
-    assert EngineSettings.__annotations__.keys() == EngineConfig.__annotations__.keys()
+    assert get_type_hints(EngineSettings) == get_type_hints(EngineConfig)
     with pytest.raises(ConfigError, match="'max_model_length'; did you mean 'max_model_len'"):
         Engine.load("model", max_model_length=5)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="the settings are device, "):
