@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import traceback
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from minipaged.submission import Options, Prompt, check_params, check_prompt_ids
 from minipaged.text.chat import Message
 from minipaged.text.tokenizer import Tokenizer
 from minipaged.token_stream import TokenStream
-from minipaged.worker import Post, Worker, event_loop_post
+from minipaged.worker import Post, Worker, event_loop_check, event_loop_post
 
 T = TypeVar("T")
 
@@ -70,7 +69,7 @@ class Engine:
         self._loaded: LoadedModel | None = None
         self._steps: StepLoop | None = None
         self._threads: _Threads | None = None
-        self._own_thread = 0
+        self._is_at_home: Callable[[], bool] = lambda: True  # there is no home before start()
         self._refusal: str | None = "has not been started; use it in `async with`"
         self._closed: anyio.Event | None = None  # exists from the first close() on
         self._num_submitted = 0
@@ -116,7 +115,7 @@ class Engine:
         if self._threads is not None or self._closed is not None:
             raise EngineDeadError("An engine is started only once; make another with Engine.load.")
         post = event_loop_post()
-        self._own_thread = threading.get_ident()
+        self._is_at_home = event_loop_check()
         self._threads = _Threads(post, Worker("minipaged-steps", post), Worker("minipaged-text", post))
         self._refusal = "is still loading its model"
         try:
@@ -138,7 +137,7 @@ class Engine:
 
         Requests that have not ended raise `RequestAbortedError`. Waits for the step in progress; not cancellable.
         """
-        self._check_thread()
+        self._check_event_loop()
         with anyio.CancelScope(shield=True):
             if self._closed is not None:
                 await self._closed.wait()
@@ -317,12 +316,14 @@ class Engine:
         """The step loop, failed or not, of an engine that is started and not closed."""
         if self._steps is None:
             raise EngineDeadError(f"The engine {self._refusal}.")
-        self._check_thread()
+        self._check_event_loop()
         return self._steps
 
-    def _check_thread(self) -> None:
-        if self._threads is not None and threading.get_ident() != self._own_thread:
-            raise RuntimeError("An engine can be used only on its event loop's thread; use LLM from other threads.")
+    def _check_event_loop(self) -> None:
+        if not self._is_at_home():
+            raise RuntimeError(
+                "An engine can be used only in the event loop that it was started in; use LLM from other threads."
+            )
 
     def _accepting(self) -> StepLoop:
         steps = self._running()

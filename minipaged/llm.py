@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack, cast
 
 import anyio
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from minipaged.config import EngineConfig
 from minipaged.engine import Engine
-from minipaged.errors import EngineDeadError, InvalidRequestError
+from minipaged.engine_thread import EngineThread
+from minipaged.errors import InvalidRequestError
 from minipaged.models.config import ModelConfig
 from minipaged.output import Completion, Token
 from minipaged.params import SamplingParams
@@ -54,14 +54,11 @@ class LLM:
         progress: Progress = no_progress,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        engine = Engine.load(model, config=config, progress=progress, **settings)
-        with ExitStack() as stack:
-            portal = stack.enter_context(start_blocking_portal(name="minipaged-llm"))
-            stack.enter_context(portal.wrap_async_context_manager(engine))
-            # Also closes an LLM that was lost, or is still open when the program ends.
-            self._close = weakref.finalize(self, stack.pop_all().close)
-        self._portal = portal
-        self._engine = engine
+        self._engine = Engine.load(model, config=config, progress=progress, **settings)
+        self._thread = EngineThread(self._engine)
+        weakref.finalize(
+            self, self._thread.stop
+        ).atexit = False  # an LLM that is still open then is closed all the same
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, progress: bool = True
@@ -118,11 +115,11 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """A snapshot of queues, blocks and counts."""
-        return self._open().call(self._engine.stats)
+        return self._thread.portal.call(self._engine.stats)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prompt beginnings."""
-        self._open().call(self._engine.reset_prefix_cache)
+        self._thread.portal.call(self._engine.reset_prefix_cache)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -136,7 +133,7 @@ class LLM:
 
     def close(self) -> None:
         """Abort what is running, end the threads, free all memory. Idempotent."""
-        self._close()
+        self._thread.close()
 
     def __enter__(self) -> Self:
         return self
@@ -146,24 +143,17 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _open(self) -> BlockingPortal:
-        if not self._close.alive:
-            raise EngineDeadError("This LLM was closed.")
-        return self._portal
-
     def _tokens(self, start: Start) -> Generator[Token, None, None]:
-        portal = self._open()
-        stream = portal.call(start)
+        stream = self._thread.portal.call(start)
         try:
-            while (token := portal.call(_next_token, stream)) is not None:
+            while (token := self._thread.portal.call(_next_token, stream)) is not None:
                 yield token
         finally:
-            if self._close.alive:
-                portal.call(stream.abort)
+            self._thread.post(stream.abort)
 
     def _complete(self, starts: Sequence[Start], progress: bool) -> list[Completion]:
         with _progress_bar(len(starts), enabled=progress) as advance:
-            future = self._open().start_task_soon(self._complete_all, starts, advance)
+            future = self._thread.portal.start_task_soon(self._complete_all, starts, advance)
             try:
                 return future.result()
             except BaseException:  # Ctrl-C, say

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -33,14 +34,28 @@ def event_loop_post() -> Post:
     return partial(_post_unless_closed, loop.run_sync_soon)
 
 
+def event_loop_check() -> Callable[[], bool]:
+    """Tells, whenever it is called, whether the event loop that runs now runs there too."""
+    loop = current_token().native_token
+    if isinstance(loop, asyncio.AbstractEventLoop):
+        return lambda: asyncio._get_running_loop() is loop
+    from trio.lowlevel import current_trio_token, in_trio_run
+
+    return lambda: in_trio_run() and current_trio_token() is loop
+
+
 class Worker:
-    """A daemon thread with a queue of calls. Created on the event loop, which runs all callbacks."""
+    """A daemon thread with a queue of calls. Created on the event loop, which runs all callbacks.
+
+    The thread also ends when the worker is lost to garbage collection.
+    """
 
     def __init__(self, name: str, post: Post) -> None:
         self._post = post
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=_run_calls, args=(self._calls,), name=name, daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._calls.put, None).atexit = False
 
     def submit(self, call: Callable[[], T], done: Callable[[T], None], failed: Callable[[BaseException], None]) -> None:
         """Queue a call. On the event loop, `done` receives what it returns, or `failed` what it raises."""

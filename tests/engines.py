@@ -96,6 +96,11 @@ def check_nothing_in_use(engine: Engine) -> None:
     assert (stats.waiting, stats.running, stats.blocks.in_use, stats.host_blocks.in_use) == (0, 0, 0, 0)
 
 
+def minipaged_threads() -> list[str]:
+    """Names of the threads that engines have in this process."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("minipaged-")]
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Let the engine work until a condition holds."""
     while not condition():  # noqa: ASYNC110 (there is no event for what a test may look at)

@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -28,7 +29,7 @@ from minipaged.loading import LoadedModel, load_model
 from minipaged.progress import Progress
 from minipaged.worker import event_loop_post
 from tests.conftest import RunAsync
-from tests.engines import SMALL, gated_engine, tiny_engine, until
+from tests.engines import SMALL, gated_engine, minipaged_threads, tiny_engine, until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=200)
@@ -469,15 +470,31 @@ def test_closed_engine_keeps_nothing_alive(run: RunAsync, tiny_model: Path) -> N
         assert runners[0]() is None
         with pytest.raises(RequestAbortedError):
             await running.completion()
-        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("minipaged-")] == []
+        assert minipaged_threads() == []
 
     run(main)
 
 
-def test_engine_belongs_to_its_thread(run: RunAsync, tiny_model: Path) -> None:
+def test_engine_belongs_to_its_event_loop(run: RunAsync, tiny_model: Path) -> None:
+    engines = [Engine.load(tiny_model, config=EngineConfig(**SMALL))]
+
     async def main() -> None:
-        async with tiny_engine(tiny_model) as engine:
+        (engine,) = engines
+        await engine.start()
+        for call in (engine.stats, partial(engine.generate, [5, 6, 7])):
             with pytest.raises(RuntimeError, match="use LLM"):
-                await anyio.to_thread.run_sync(engine.generate, [5, 6, 7])
+                await anyio.to_thread.run_sync(call)
+
+    async def another() -> None:
+        (engine,) = engines
+        with pytest.raises(RuntimeError, match="event loop that it was started in"):
+            engine.generate([5, 6, 7])
+        with pytest.raises(RuntimeError, match="event loop that it was started in"):
+            await engine.close()
 
     run(main)
+    run(another)
+    engines.clear()  # all that is left to do with an engine whose event loop has ended
+    while minipaged_threads():
+        gc.collect()
+        time.sleep(0.001)

@@ -17,6 +17,7 @@ SCHEDULER = ("scheduler", "planner", "plan_draft", "in_flight", "waiting", "runn
 ROOMS = (
     ("server", "cli", "__main__"),
     ("llm",),
+    ("engine_thread",),
     ("engine",),
     ("generation", "loading", "step_loop"),
     ("capacity", "devices", "submission", "token_stream", "worker"),

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -25,7 +27,7 @@ from minipaged import (
     SamplingParams,
 )
 from minipaged.submission import Prompt
-from tests.engines import SMALL
+from tests.engines import SMALL, minipaged_threads
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -138,7 +140,7 @@ def test_interrupted_loading(tiny_model: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         LLM(tiny_model, progress=progress)
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("minipaged")] == []
+    assert minipaged_threads() == []
 
 
 def test_progress_bar_on_a_terminal_only(
@@ -192,15 +194,82 @@ def test_close_while_another_thread_waits(tiny_model: Path) -> None:
 def test_load_error(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError):
         LLM(tmp_path)
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("minipaged")] == []
+    assert minipaged_threads() == []
 
 
-def test_lost(tiny_model: Path) -> None:
-    llm = LLM(tiny_model, config=EngineConfig(**SMALL))
-    engine = weakref.ref(llm._engine)
-    del llm
+def collect_garbage() -> None:
     gc.collect()
-    assert engine() is None
+
+
+class Holder:
+    """Part of a reference cycle, as objects in the frames of a traceback are: only garbage collection finds it."""
+
+    def __init__(self, *held: object) -> None:
+        self.held = held
+        self.itself = self
+
+
+@pytest.fixture(params=["main", "minipaged-llm", "minipaged-steps", "minipaged-text"])
+def collect(request: pytest.FixtureRequest) -> Iterator[Callable[[LLM], Callable[[], None]]]:
+    """Given an LLM, a function that collects garbage on one of the threads, which alone does so until the test ends."""
+
+    def prepare(llm: LLM) -> Callable[[], None]:
+        threads = llm._engine._threads
+        assert threads is not None
+        workers = {"minipaged-steps": threads.steps, "minipaged-text": threads.text}
+        if request.param == "main":
+            return collect_garbage
+        if request.param == "minipaged-llm":
+            return partial(llm._thread.post, collect_garbage)
+        return partial(workers[request.param].submit, gc.collect, lambda _: None, lambda _: None)
+
+    gc.disable()
+    yield prepare
+    gc.enable()
+
+
+def test_lost(tiny_model: Path, collect: Callable[[LLM], Callable[[], None]]) -> None:
+    llm = LLM(tiny_model, config=EngineConfig(**SMALL))
+    engine, collect_there = weakref.ref(llm._engine), collect(llm)
+    held = Holder(llm)
+    del llm, held
+    assert engine() is not None
+    collect_there()
+    while minipaged_threads() or engine() is not None:
+        time.sleep(0.001)
+
+
+def test_lost_stream(llm: LLM, collect: Callable[[LLM], Callable[[], None]]) -> None:
+    collect_there = collect(llm)
+    tokens = llm.stream([5, 6, 7], SamplingParams(max_tokens=500, ignore_eos=True))
+    next(tokens)
+    held = Holder(tokens)
+    del tokens, held
+    assert llm.stats().running == 1
+    collect_there()
+    while llm.stats().running:
+        time.sleep(0.001)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_child_process(tiny_model: Path) -> None:
+    program = f"""
+import os, sys
+from minipaged import LLM, EngineDeadError, SamplingParams
+llm = LLM({str(tiny_model)!r})
+if child := os.fork():
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(len(llm.generate("Why?", SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids))
+else:
+    try:
+        llm.generate("Why?")
+    except EngineDeadError as error:
+        assert "child process" in str(error)
+        sys.exit(7)
+"""
+    command = [sys.executable, "-W", "ignore", "-c", program]  # newer versions of Python warn of every such fork
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert (result.stdout, result.stderr) == ("7\n3\n", "")
 
 
 def test_program_that_forgets_to_close(tiny_model: Path) -> None:
