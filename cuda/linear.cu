@@ -23,7 +23,13 @@
 // Bytes moved: few and some read the weight once, 2 * num_columns * depth, the floor for num_rows up to some hundred
 // (4096 x 4096 on 4.8 TB/s: 7 us); a block keeps 5 stages of 8 KB (few) or 4 KB (some) of it in flight. `many` is bound by the
 // tensor cores: 2 * num_rows * num_columns * depth operations.
-// Budget: 255 registers (many), 128 (some, few), no spills.
+//
+// Budget: linear_few: 96 registers, 0 bytes of shared memory
+// Budget: linear_few_float32: 96 registers, 0 bytes of shared memory
+// Budget: linear_some: 96 registers, 0 bytes of shared memory
+// Budget: linear_some_float32: 96 registers, 0 bytes of shared memory
+// Budget: linear_many: 240 registers, 0 bytes of shared memory
+// Budget: linear_many_float32: 240 registers, 0 bytes of shared memory
 
 #include "tensor_core.cuh"
 

@@ -1,0 +1,256 @@
+"""cuda/sampling.cu against reference_sampling."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from minipaged.ops import reference_sampling
+from minipaged.ops.base import Bias, Penalties, Sampled, SamplingBatch
+from tests.cuda.emulated import Execution, Kernel, Order, load
+from tests.cuda.toolchain import CUDA
+
+THREADS = 512
+Array = NDArray[np.generic]
+Logits = NDArray[np.float32]
+
+
+def kernel(name: str, *, checked: bool = False) -> Kernel:
+    return load(CUDA / "sampling.cu", checked=checked).kernels[name]
+
+
+def sample(
+    logits: Logits,
+    raw_logits: Logits,
+    batch: SamplingBatch[Array],
+    order: Order = Order.FORWARD,
+    *,
+    checked: bool = False,
+) -> Sampled:
+    """`reference_sampling.sample` by the kernels."""
+    num_rows, vocab_size = logits.shape
+    execution = Execution(order=order)
+    token_ids = np.full(num_rows, -2, np.int32)
+    kernel("sample", checked=checked)(
+        [num_rows],
+        [THREADS],
+        [
+            logits,
+            batch.temperature,
+            batch.top_k,
+            batch.top_p,
+            batch.min_p,
+            batch.seeds,
+            batch.streams,
+            batch.positions,
+            token_ids,
+            np.int32(vocab_size),
+        ],
+        execution=execution,
+    )
+    if batch.num_logprobs < 0:
+        return Sampled(token_ids, None, None, None)
+    num_top = min(batch.num_logprobs, vocab_size)
+    chosen = np.full(num_rows, 7, np.float32)
+    top_ids, top_logprobs = np.full((num_rows, num_top), -2, np.int32), np.full((num_rows, num_top), 7, np.float32)
+    kernel("logprobs", checked=checked)(
+        [num_rows],
+        [THREADS],
+        [raw_logits, token_ids, chosen, top_ids, top_logprobs, np.int32(vocab_size), np.int32(num_top)],
+        execution=execution,
+    )
+    return Sampled(token_ids, chosen, top_ids, top_logprobs)
+
+
+def adjust_logits(
+    logits: Logits, penalties: Penalties[Array] | None, bias: Bias[Array] | None, *, checked: bool = False
+) -> Logits:
+    """`reference_sampling.adjust_logits` by the kernels."""
+    num_rows, vocab_size = logits.shape
+    adjusted = logits.copy()
+    if penalties is not None:
+        kernel("penalise", checked=checked)(
+            [-(-vocab_size // THREADS), len(penalties.rows)],
+            [THREADS],
+            [
+                adjusted,
+                penalties.rows,
+                penalties.prompt,
+                penalties.counts,
+                penalties.repetition,
+                penalties.presence,
+                penalties.frequency,
+                np.int32(vocab_size),
+            ],
+        )
+    if bias is not None:
+        kernel("add_bias", checked=checked)(
+            [num_rows],
+            [32],
+            [adjusted, bias.rows, bias.token_ids, bias.values, np.int32(len(bias.rows)), np.int32(vocab_size)],
+        )
+    return adjusted
+
+
+def random_batch(
+    generator: np.random.Generator, num_rows: int, vocab_size: int, num_logprobs: int
+) -> SamplingBatch[Array]:
+    temperature = generator.choice([0.0, 0.3, 1.0, 2.5], num_rows).astype(np.float32)
+    top_k = np.minimum(generator.choice([1, 2, 7, 40, vocab_size], num_rows), vocab_size)
+    return SamplingBatch(
+        temperature=temperature,
+        top_k=top_k.astype(np.int32),
+        top_p=generator.choice([1e-8, 0.3, 0.61, 0.9, 1.0], num_rows).astype(np.float32),
+        min_p=generator.choice([0.0, 0.0, 0.04, 0.3, 1.0], num_rows).astype(np.float32),
+        seeds=generator.integers(2**64, size=num_rows, dtype=np.uint64),
+        streams=generator.integers(128, size=num_rows, dtype=np.uint32),
+        positions=generator.integers(2**31, size=num_rows, dtype=np.uint32),
+        num_logprobs=num_logprobs,
+        all_greedy=not temperature.any(),
+    )
+
+
+def random_logits(generator: np.random.Generator, num_rows: int, vocab_size: int) -> Logits:
+    """Some rows with many equal logits, some masked in part, some with infinity or NaN."""
+    logits = generator.normal(scale=4, size=(num_rows, vocab_size)).astype(np.float32)
+    for row in logits:
+        kind = generator.choice(
+            ["smooth", "equal", "zeros", "masked", "infinite", "hopeless"], p=[0.3, 0.3, 0.1, 0.1, 0.1, 0.1]
+        )
+        where = generator.integers(vocab_size)
+        if kind == "equal":
+            row[:] = np.round(row)
+        elif kind == "zeros":
+            row[:] = generator.choice(np.array([0.0, -0.0], np.float32), vocab_size)
+        elif kind == "masked":
+            row[generator.random(vocab_size) < 0.7] = -np.inf
+        elif kind == "infinite":
+            row[where] = np.inf
+        elif kind == "hopeless":
+            row[where] = np.nan
+    return logits
+
+
+def assert_equal(ours: Sampled, reference: Sampled) -> None:
+    np.testing.assert_array_equal(ours.token_ids, reference.token_ids)
+    if reference.logprobs is None:
+        return
+    assert ours.logprobs is not None
+    assert ours.top_ids is not None
+    assert ours.top_logprobs is not None
+    assert reference.top_ids is not None
+    assert reference.top_logprobs is not None
+    np.testing.assert_allclose(ours.logprobs, reference.logprobs, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(ours.top_ids, reference.top_ids)
+    np.testing.assert_allclose(ours.top_logprobs, reference.top_logprobs, rtol=1e-6, atol=1e-6)
+
+
+def random_adjustments(
+    generator: np.random.Generator, num_rows: int, vocab_size: int
+) -> tuple[Penalties[Array], Bias[Array]]:
+    penalised = generator.permutation(num_rows)[: generator.integers(1, num_rows + 1)].astype(np.int32)
+    shape = (len(penalised), vocab_size)
+    penalties: Penalties[Array] = Penalties(
+        rows=penalised,
+        prompt=generator.random(shape) < 0.2,
+        counts=np.maximum(generator.integers(-5, 4, shape), 0).astype(np.int32),
+        repetition=generator.uniform(0.5, 2, len(penalised)).astype(np.float32),
+        presence=generator.uniform(-2, 2, len(penalised)).astype(np.float32),
+        frequency=generator.uniform(-2, 2, len(penalised)).astype(np.float32),
+    )
+    num_entries = int(generator.integers(1, 90))
+    values = generator.normal(scale=9, size=num_entries).astype(np.float32)
+    values[generator.random(num_entries) < 0.1] = -np.inf
+    bias: Bias[Array] = Bias(
+        rows=generator.integers(num_rows, size=num_entries).astype(np.int32),
+        token_ids=generator.integers(vocab_size, size=num_entries).astype(np.int32),
+        values=values,
+    )
+    return penalties, bias
+
+
+vocab_sizes = st.sampled_from([1, 5, 31, 300, 512, 513, 1031])
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32 - 1), vocab_size=vocab_sizes, num_logprobs=st.sampled_from([-1, 0, 1, 5, 64]))
+def test_tokens_and_logprobs_in_two_orders_of_threads(seed: int, vocab_size: int, num_logprobs: int) -> None:
+    generator = np.random.default_rng(seed)
+    batch = random_batch(generator, 6, vocab_size, num_logprobs)
+    logits, raw = random_logits(generator, 6, vocab_size), random_logits(generator, 6, vocab_size)
+    reference = reference_sampling.sample(logits, raw, batch)
+    assert_equal(sample(logits, raw, batch), reference)
+    assert_equal(sample(logits, raw, batch, Order.SHUFFLED), reference)
+
+
+def test_a_real_vocabulary() -> None:
+    generator = np.random.default_rng(5)
+    batch = random_batch(generator, 12, 50_257, 20)
+    logits = generator.normal(scale=2, size=(12, 50_257)).astype(np.float32)
+    assert_equal(sample(logits, logits, batch), reference_sampling.sample(logits, logits, batch))
+
+
+@settings(max_examples=5)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_row_is_the_same_to_the_bit_in_any_batch(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    batch = random_batch(generator, 1, 300, 5)
+    logits = random_logits(generator, 1, 300)
+    alone = sample(logits, logits, batch)
+    larger = random_batch(generator, 4, 300, 5)
+    for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "streams", "positions"):
+        getattr(larger, name)[2] = getattr(batch, name)[0]
+    others = random_logits(generator, 4, 300)
+    others[2] = logits[0]
+    together = sample(others, others, larger)
+    for name in ("token_ids", "logprobs", "top_ids", "top_logprobs"):
+        assert getattr(together, name)[2].tobytes() == getattr(alone, name)[0].tobytes()
+
+
+def test_draws_follow_the_distribution() -> None:
+    num_draws = 3000
+    row = np.array([2.0, -1.0, 0.5, 0.5, -30.0, 1.25], np.float32)
+    logits = np.tile(row, (num_draws, 1))
+    ones = np.ones(num_draws, np.float32)
+    batch: SamplingBatch[Array] = SamplingBatch(
+        temperature=ones,
+        top_k=np.full(num_draws, len(row), np.int32),
+        top_p=ones,
+        min_p=0 * ones,
+        seeds=np.full(num_draws, 7, np.uint64),
+        streams=np.zeros(num_draws, np.uint32),
+        positions=np.arange(num_draws, dtype=np.uint32),
+        num_logprobs=-1,
+        all_greedy=False,
+    )
+    counts = np.bincount(sample(logits, logits, batch).token_ids, minlength=len(row))
+    expected = num_draws * np.exp(row.astype(np.float64)) / np.exp(row.astype(np.float64)).sum()
+    likely = [0, 1, 2, 3, 5]
+    assert counts[4] == 0
+    assert ((counts - expected) ** 2 / expected)[likely].sum() < 18.5  # 4 degrees of freedom, one in a thousand
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32 - 1), vocab_size=vocab_sizes)
+def test_penalties_and_biases_are_exact(seed: int, vocab_size: int) -> None:
+    generator = np.random.default_rng(seed)
+    logits = random_logits(generator, 4, vocab_size)
+    penalties, bias = random_adjustments(generator, 4, vocab_size)
+    np.testing.assert_array_equal(
+        adjust_logits(logits, penalties, bias), reference_sampling.adjust_logits(logits, penalties, bias)
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [1, 700])
+def test_no_fault_in_check_mode(vocab_size: int) -> None:
+    generator = np.random.default_rng(1)
+    batch = random_batch(generator, 5, vocab_size, 20)
+    logits = random_logits(generator, 5, vocab_size)
+    penalties, bias = random_adjustments(generator, 5, vocab_size)
+    adjusted = adjust_logits(logits, penalties, bias, checked=True)
+    np.testing.assert_array_equal(adjusted, reference_sampling.adjust_logits(logits, penalties, bias))
+    ours = sample(adjusted, logits, batch, Order.SHUFFLED, checked=True)
+    assert_equal(ours, reference_sampling.sample(adjusted, logits, batch))
