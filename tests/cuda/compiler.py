@@ -32,7 +32,7 @@ DYNAMIC_SHARED = re.compile(
 )
 STATIC_SHARED = re.compile(
     r"CUDA_SHARED\s+(?:__attribute__\(\(aligned\((?P<alignment>\w+)\)\)\)\s*)?(?P<type>[\w:]+(?:<[^;{}]*?>)?(?:\s+\w+)*?)"
-    r"\s+(?P<name>\w+)\s*(?P<extents>(?:\[[^;]*?\])*)\s*;"
+    r"\s+(?P<name>\w+)\s*(?P<extents>(?:\[[^\[\];]*\])*)\s*;"
 )
 KERNEL = re.compile(r'extern\s+"C"\s+CUDA_GLOBAL\s+void\s+(?P<name>\w+)\s*\(')
 
@@ -63,11 +63,11 @@ def cache() -> Path:
 
 
 def _build(source: str, name: str, flags: Sequence[str], library: Path, folder: Path) -> None:
-    text = _run(
-        ["g++", "-E", *flags, *_includes(), "-x", "c++", "-"],
-        f'#include "{EMULATOR / "language.h"}"\n#line 1 "{name}"\n{source}\n',
-        name,
-    )
+    main = folder / name
+    main.write_text(source, encoding="utf-8")
+    flags = [*flags, f"-ffile-prefix-map={folder}/="]
+    language = ["-include", str(EMULATOR / "language.h")]
+    text = _run(["g++", "-E", *flags, *_includes(), *language, "-x", "c++", str(main)], name)
     kernels = [match["name"] for match in KERNEL.finditer(text)]
     if not kernels:
         raise CompilationError(f'{name}: there is no kernel declared as extern "C" __global__ void')
@@ -79,10 +79,10 @@ def _build(source: str, name: str, flags: Sequence[str], library: Path, folder: 
     unit = folder / "kernel.ii"
     unit.write_text(rewrite(text, name) + entry, encoding="utf-8")
     compiled = folder / "kernel.o"
-    _run(["g++", *flags, "-w", "-c", str(unit), "-o", str(compiled)], "", name)
+    _run(["g++", *flags, "-w", "-c", str(unit), "-o", str(compiled)], name)
     linked = folder / "kernel.so"
     link = ["g++", "-shared", "-Wl,-Bsymbolic", str(compiled), *map(str, _emulator_objects()), "-o", str(linked)]
-    _run(link, "", name)
+    _run(link, name)
     linked.replace(library)
 
 
@@ -115,7 +115,7 @@ def _emulator_objects() -> list[Path]:
         if not compiled.exists():
             with tempfile.TemporaryDirectory(dir=cache()) as folder:
                 output = Path(folder) / "emulator.o"
-                _run(["g++", *COMMON, "-O2", *_includes(), "-c", str(source), "-o", str(output)], "", source.name)
+                _run(["g++", *COMMON, "-O2", *_includes(), "-c", str(source), "-o", str(output)], source.name)
                 output.replace(compiled)
         objects.append(compiled)
     return objects
@@ -124,7 +124,7 @@ def _emulator_objects() -> list[Path]:
 @functools.cache
 def _fingerprint() -> str:
     """Of all that goes into every library: the emulator, the headers of the kernels, the compiler."""
-    digest = hashlib.sha256(_run(["g++", "--version"], "", "g++").encode())
+    digest = hashlib.sha256(_run(["g++", "--version"], "g++").encode())
     digest.update(str(headers()).encode())
     for path in sorted([*EMULATOR.rglob("*.h"), *EMULATOR.rglob("*.cpp"), *CUDA.glob("*.cuh"), Path(__file__)]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -135,8 +135,8 @@ def _includes() -> list[str]:
     return [f"-I{EMULATOR / 'include'}", f"-I{EMULATOR}", f"-I{CUDA}", f"-I{headers()}", f"-ffile-prefix-map={CUDA}/="]
 
 
-def _run(command: Sequence[str], given: str, name: str) -> str:
-    finished = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+def _run(command: Sequence[str], name: str) -> str:
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
         raise CompilationError(f"{name}: {finished.stderr.strip()[:4000]}")
     return finished.stdout

@@ -1,0 +1,97 @@
+"""Launches of the simple kernels, with the grids that their comments ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from tests.cuda.emulated import Execution, Kernel, load
+from tests.cuda.toolchain import CUDA
+
+Array = NDArray[np.generic]
+
+ELEMENTS: dict[str, DTypeLike] = {"__half": np.float16, "__nv_bfloat16": ml_dtypes.bfloat16, "float": np.float32}
+"""By the type's name in C++."""
+
+
+def poisoned(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """What a kernel must overwrite: NaN in every floating-point type."""
+    return np.full(np.prod(shape, dtype=int) * np.dtype(dtype).itemsize, 0xFF, np.uint8).view(dtype).reshape(shape)
+
+
+def vectors_of(dtype: DTypeLike) -> int:
+    """Elements in 16 bytes."""
+    return 16 // np.dtype(dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels for one element type."""
+
+    element: str
+    execution: Execution = field(default_factory=Execution)
+    checked: bool = False
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        return np.dtype(ELEMENTS[self.element])
+
+    def kernel(self, name: str, *options: str) -> Kernel:
+        module = load(CUDA / f"{name}.cu", (f"-DELEMENT={self.element}", *options), checked=self.checked)
+        return module.kernels[name]
+
+    def embed(self, table: Array, indices: NDArray[np.int32]) -> Array:
+        out = poisoned((len(indices), table.shape[1]), self.dtype)
+        arguments = (table, indices, out, np.int32(table.shape[1]))
+        self.kernel("embed")((len(indices),), (128,), arguments, execution=self.execution)
+        return out
+
+    def rms_norm(
+        self, hidden: Array, residual: Array | None, weight: NDArray[np.float32], eps: float
+    ) -> tuple[Array, Array]:
+        num_tokens, size = hidden.shape
+        normed = poisoned(hidden.shape, self.dtype)
+        total = None if residual is None else poisoned(hidden.shape, self.dtype)
+        threads = min(1024, -(-size // vectors_of(self.dtype) // 32) * 32)
+        arguments = (hidden, residual, weight, normed, total, np.int32(size), np.float32(eps))
+        self.kernel("rms_norm")((num_tokens,), (threads,), arguments, execution=self.execution)
+        return normed, hidden if total is None else total
+
+    def silu_and_mul(self, gate_up: Array) -> Array:
+        num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = poisoned((num_tokens, size), self.dtype)
+        grid = (num_tokens, -(-size // (256 * vectors_of(self.dtype))))
+        self.kernel("silu_and_mul")(grid, (256,), (gate_up, out, np.int32(size)), execution=self.execution)
+        return out
+
+    def rope_and_cache(
+        self,
+        qkv: Array,
+        rope: NDArray[np.float32],
+        positions: NDArray[np.int32],
+        slots: NDArray[np.int64],
+        cache: Array,
+        layer: int,
+        num_query_heads: int,
+        norms: tuple[NDArray[np.float32], NDArray[np.float32], float] | None,
+    ) -> Array:
+        """`rope` is [max_model_len, head_dim / 2, 2]; `cache` as everywhere."""
+        _, num_layers, _, num_kv_heads, block_size, head_dim = cache.shape
+        num_tokens, num_heads = len(qkv), num_query_heads + 2 * num_kv_heads
+        query = poisoned((num_tokens, num_query_heads, head_dim), self.dtype)
+        q_norm, k_norm, eps = norms or (None, None, 0.0)
+        sizes = [np.int32(size) for size in (num_query_heads, num_kv_heads, num_layers, layer, block_size)]
+        arguments = (qkv, rope, positions, slots, q_norm, k_norm, query, cache, *sizes, np.float32(eps))
+        kernel = self.kernel("rope_and_cache", f"-DHEAD_DIM={head_dim}")
+        kernel((num_tokens, -(-num_heads // 4)), (128,), arguments, execution=self.execution)
+        return query
+
+    def copy_blocks(self, cache: Array, pairs: NDArray[np.int32]) -> None:
+        """In place."""
+        vectors = cache[0].nbytes // 16
+        # The kernel knows no element type; its pointer is to 16-byte vectors.
+        grid = (len(pairs), -(-vectors // 1024))
+        self.kernel("copy_blocks")(grid, (256,), (cache, pairs, np.int32(vectors)), execution=self.execution)

@@ -1,0 +1,199 @@
+"""The simple kernels on the CPU against the reference operations, on ragged random shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from minipaged.ops.base import Batch
+from minipaged.ops.reference import ReferenceOps
+from tests.cuda.emulated import Execution, Order
+from tests.cuda.kernels import ELEMENTS, Array, Kernels, vectors_of
+
+REFERENCE = ReferenceOps()
+TOLERANCES = {"__half": 2e-3, "__nv_bfloat16": 1.6e-2, "float": 1e-5}
+"""Relative; a little more than the rounding of the result."""
+
+SEEDS = st.integers(0, 2**32 - 1)
+TOKENS = st.integers(1, 5)
+HEAD_DIMS = (64, 80, 96, 128, 256)
+
+
+@pytest.fixture(scope="module", params=ELEMENTS)
+def element(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+Ways = Callable[[str, int], list[Kernels]]
+
+
+@pytest.fixture(scope="module", params=["orders", "checked"])
+def ways(request: pytest.FixtureRequest) -> Ways:
+    """Kernels for an element type, seeded: in two orders of threads, or in check mode."""
+    if request.param == "checked":
+        return lambda element, seed: [Kernels(element, Execution(Order.SHUFFLED, seed=seed + 1), checked=True)]
+    return lambda element, seed: [
+        Kernels(element, Execution(Order.REVERSE)),
+        Kernels(element, Execution(Order.SHUFFLED, seed=seed + 1)),
+    ]
+
+
+def normal(generator: np.random.Generator, shape: tuple[int, ...], element: str) -> Array:
+    values: Array = generator.standard_normal(shape, dtype=np.float32).astype(ELEMENTS[element])
+    return values
+
+
+def float32(array: Array) -> NDArray[np.float32]:
+    return array.astype(np.float32)
+
+
+def assert_close(actual: Array, expected: Array, element: str) -> None:
+    tolerance = TOLERANCES[element]
+    np.testing.assert_allclose(float32(actual), float32(expected), rtol=tolerance, atol=tolerance / 10)
+
+
+@settings(max_examples=10)
+@given(tokens=TOKENS, vectors=st.integers(1, 300), rows=st.integers(1, 9), seed=SEEDS)
+def test_embed(ways: Ways, element: str, tokens: int, vectors: int, rows: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    table = normal(generator, (rows, vectors * vectors_of(ELEMENTS[element])), element)
+    indices = generator.integers(0, rows, tokens, dtype=np.int32)
+    for kernels in ways(element, seed):
+        np.testing.assert_array_equal(kernels.embed(table, indices), table[indices])
+
+
+@settings(max_examples=10)
+@given(tokens=TOKENS, vectors=st.integers(1, 1100), has_residual=st.booleans(), seed=SEEDS)
+def test_rms_norm(ways: Ways, element: str, tokens: int, vectors: int, has_residual: bool, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    shape = (tokens, vectors * vectors_of(ELEMENTS[element]))
+    hidden = normal(generator, shape, element)
+    residual = normal(generator, shape, element) if has_residual else None
+    weight = generator.standard_normal(shape[1], dtype=np.float32)
+    rounded = hidden if residual is None else (float32(hidden) + float32(residual)).astype(hidden.dtype)
+    expected, _ = REFERENCE.rms_norm(float32(rounded), weight, 1e-5, None)
+    for kernels in ways(element, seed):
+        normed, total = kernels.rms_norm(hidden, residual, weight, 1e-5)
+        np.testing.assert_array_equal(total, rounded)
+        assert_close(normed, expected, element)
+
+
+@settings(max_examples=10)
+@given(tokens=TOKENS, vectors=st.integers(1, 600), scale=st.sampled_from([1.0, 30.0]), seed=SEEDS)
+def test_silu_and_mul(ways: Ways, element: str, tokens: int, vectors: int, scale: float, seed: int) -> None:
+    shape = (tokens, 2 * vectors * vectors_of(ELEMENTS[element]))
+    gate_up = (float32(normal(np.random.default_rng(seed), shape, element)) * scale).astype(ELEMENTS[element])
+    expected = REFERENCE.silu_and_mul(float32(gate_up))
+    for kernels in ways(element, seed):
+        assert_close(kernels.silu_and_mul(gate_up), expected, element)
+
+
+@settings(max_examples=15)
+@given(
+    tokens=TOKENS,
+    head_dim=st.sampled_from(HEAD_DIMS),
+    num_kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    block_size=st.sampled_from((1, 5, 16)),
+    has_norms=st.booleans(),
+    seed=SEEDS,
+)
+def test_rope_and_cache(
+    ways: Ways,
+    element: str,
+    tokens: int,
+    head_dim: int,
+    num_kv_heads: int,
+    group: int,
+    block_size: int,
+    has_norms: bool,
+    seed: int,
+) -> None:
+    generator = np.random.default_rng(seed)
+    num_blocks, num_layers, layer, longest = 7, 2, 1, 40
+    num_query_heads = num_kv_heads * group
+    qkv = normal(generator, (tokens, (num_query_heads + 2 * num_kv_heads) * head_dim), element)
+    angles = generator.uniform(-np.pi, np.pi, (longest, head_dim // 2))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    positions = generator.integers(0, longest, tokens, dtype=np.int32)
+    slots = generator.permutation(num_blocks * block_size)[:tokens]
+    norms = None
+    if has_norms:
+        weights = generator.standard_normal((2, head_dim), dtype=np.float32)
+        norms = (weights[0], weights[1], 1e-5)
+    before = normal(generator, (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), element)
+
+    # The slots may be fewer than the tokens where blocks are small.
+    tokens = len(slots)
+    qkv, positions = qkv[:tokens].copy(), positions[:tokens].copy()
+    nothing = np.empty(0, np.int32)
+    batch: Batch[Array] = Batch(nothing, positions, slots, nothing, nothing, nothing, nothing)
+    expected_cache = float32(before)
+    expected = REFERENCE.rope_and_cache(
+        float32(qkv), REFERENCE.load_rope(cos, sin), expected_cache, layer, batch, num_query_heads, norms
+    )
+    for kernels in ways(element, seed):
+        cache = before.copy()
+        query = kernels.rope_and_cache(
+            qkv, np.stack([cos, sin], axis=-1), positions, slots, cache, layer, num_query_heads, norms
+        )
+        assert_close(query, expected, element)
+        assert_close(cache, expected_cache, element)
+        untouched = np.ones(cache.shape, bool)
+        untouched[slots // block_size, layer, :, :, slots % block_size] = False
+        np.testing.assert_array_equal(cache[untouched], before[untouched])
+
+
+@settings(max_examples=10)
+@given(vectors=st.integers(1, 2500), seed=SEEDS, data=st.data())
+def test_copy_blocks(ways: Ways, vectors: int, seed: int, data: st.DataObject) -> None:
+    generator = np.random.default_rng(seed)
+    num_blocks = 6
+    before = generator.integers(0, 256, (num_blocks, vectors * 16), dtype=np.uint8)
+    destinations = data.draw(st.lists(st.integers(0, num_blocks - 2), min_size=1, max_size=4, unique=True))
+    sources = [block for block in range(num_blocks) if block not in destinations]
+    pairs = np.array([(generator.choice(sources), destination) for destination in destinations], np.int32)
+    expected = before.copy()
+    expected[pairs[:, 1]] = before[pairs[:, 0]]
+    for kernels in ways("__half", seed):
+        cache = before.copy()
+        kernels.copy_blocks(cache, pairs)
+        np.testing.assert_array_equal(cache, expected)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_nan_and_infinity_stay_in_their_row(element: str, poison: float) -> None:
+    generator = np.random.default_rng(0)
+    kernels = Kernels(element)
+    clean = normal(generator, (3, 64), element)
+    dirty = clean.copy()
+    dirty[1, 3] = poison
+    weight = np.ones(64, np.float32)
+    for before, after in [
+        (kernels.rms_norm(clean, None, weight, 1e-5)[0], kernels.rms_norm(dirty, None, weight, 1e-5)[0]),
+        (kernels.silu_and_mul(clean), kernels.silu_and_mul(dirty)),
+    ]:
+        np.testing.assert_array_equal(before[[0, 2]], after[[0, 2]])
+        assert not np.isfinite(float32(after)[1, 3])
+
+
+def test_a_block_beyond_two_gigabytes_is_addressed_with_64_bits() -> None:
+    """Rows whose offset overflows 32 bits: the arrays are never touched elsewhere, so they take no memory."""
+    kernels = Kernels("__half")
+    size = 4096
+    table = np.zeros((2**20, size), np.float16)  # 8 GiB, of which one page is written
+    table[-1] = np.arange(size)
+    np.testing.assert_array_equal(kernels.embed(table, np.array([2**20 - 1], np.int32))[0], table[-1])
+
+    cache = np.zeros((2**19, 1, 2, 1, 64, 64), ml_dtypes.bfloat16)  # 8 GiB, likewise
+    qkv = np.ones((1, 3 * 64), ml_dtypes.bfloat16)
+    rope = np.stack([np.ones((1, 32), np.float32), np.zeros((1, 32), np.float32)], axis=-1)
+    position, slot = np.zeros(1, np.int32), np.array([2**19 * 64 - 1])
+    Kernels("__nv_bfloat16").rope_and_cache(qkv, rope, position, slot, cache, 0, 1, None)
+    assert float32(cache[-1, 0, :, 0, -1]).tolist() == [[1.0] * 64] * 2
