@@ -1,19 +1,16 @@
-"""The forward pass against logits and greedy ids that Hugging Face transformers computed (tests/golden)."""
+"""The forward pass against logits that Hugging Face transformers computed (tests/golden); SmolLM2: test_smollm2.py."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from minipaged.models.config import ModelConfig
-from minipaged.models.hub import default_model_path
 from minipaged.models.llama import Llama
 from minipaged.models.rope import rope_tables
 from minipaged.models.source import open_model
@@ -112,37 +109,3 @@ def test_logits_of_a_tiny_model(name: str, tmp_path: Path, golden: Mapping[str, 
         wanted = [expected[span.row][span.start : span.start + len(span.token_ids)] for span in spans]
         np.testing.assert_allclose(logits, np.concatenate(wanted), rtol=0, atol=TOLERANCE)
     assert computed == lengths
-
-
-class GoldenPrompt(TypedDict):
-    """An entry of smollm2.json that is used here."""
-
-    prompt_ids: list[int]
-    output_ids: list[int]
-
-
-def test_smollm2_continues_as_transformers_does() -> None:
-    """Every prompt at once: one step for all of them, then greedy decoding as one batch."""
-    entries: list[GoldenPrompt] = json.loads((GOLDEN / "smollm2.json").read_text())["prompts"]
-    prompts = [entry["prompt_ids"] for entry in entries]
-    expected = [entry["output_ids"] for entry in entries]
-    assert len(prompts) >= 8
-    loaded = Loaded.from_path(default_model_path())
-
-    num_outputs = len(expected[0])
-    lengths = [len(prompt) + num_outputs for prompt in prompts]
-    num_blocks = sum(lengths) // 16 + len(lengths)
-    tables = shuffled_tables(np.random.default_rng(0), lengths, 16, num_blocks=num_blocks)
-    cache = loaded.new_cache(num_blocks, 16)
-    spans = [TokenSpan(row, 0, prompt) for row, prompt in enumerate(prompts)]
-    outputs: list[list[int]] = [[] for _ in prompts]
-    for _ in range(num_outputs):
-        ends = np.cumsum([len(span.token_ids) for span in spans]) - 1
-        chosen = loaded.step(cache, tables, spans, ends.tolist()).argmax(axis=1).tolist()
-        spans = [
-            TokenSpan(span.row, span.start + len(span.token_ids), [token])
-            for span, token in zip(spans, chosen, strict=True)
-        ]
-        for output, token in zip(outputs, chosen, strict=True):
-            output.append(token)
-    assert outputs == expected
