@@ -36,11 +36,6 @@ HALVES = {
 """Quantised types, and where in a block their float16 numbers stand; everything else may be any bytes."""
 
 
-def block_length(encoding: str) -> int:
-    """Inputs in a block."""
-    return 1 if encoding in FLOATS else int(GGML_QUANT_SIZES[GGMLQuantizationType[encoding]][0])
-
-
 def random_tensor(
     encoding: str, rows: int, in_features: int, generator: np.random.Generator, *, magnitude: float = 0.05
 ) -> HostTensor:
