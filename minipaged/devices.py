@@ -33,11 +33,14 @@ def with_device(config: EngineConfig, use: UseOps[Result_co]) -> Result_co:
     try:
         from minipaged.ops.cpu import CpuOps
     except ImportError as error:
-        missing = "the CPU kernels were not built (no C compiler when minipaged was installed?)"
+        missing = (
+            "the CPU kernels were not built (no C compiler when minipaged was installed?). "
+            "Install a C compiler, then minipaged again"
+        )
         if config.device == "cpu":
             raise DeviceError(
-                f'device "cpu" cannot be used: {missing}. Install a compiler and minipaged again, or use "auto", which '
-                "falls back to the slower reference operations."
+                f'device "cpu" cannot be used: {missing}, or use "auto", which falls back to the slower '
+                "reference operations."
             ) from error
         logger.warning("Running on the slower reference operations: %s.", missing)
         return use(ReferenceOps())

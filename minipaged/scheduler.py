@@ -84,7 +84,8 @@ class Scheduler:
         if length >= request.max_length:
             raise PromptTooLongError(
                 f"The prompt of request {request.id!r} has {length} tokens, which leaves no room for an answer within "
-                f"{request.max_length} tokens; shorten it, or raise max_model_len."
+                f"max_model_len ({request.max_length}); shorten it, or, if the model's context is longer, raise "
+                "max_model_len or kv_cache_memory."
             )
         if request.max_length > capacity:
             raise PromptTooLongError(

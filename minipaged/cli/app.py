@@ -33,16 +33,22 @@ MODEL_HELP = (
 
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP)]
 SystemOption = Annotated[str | None, typer.Option("--system", "-s", metavar="TEXT", help="System prompt.")]
-MaxTokensOption = Annotated[int, typer.Option("--max-tokens", "-n", metavar="N", help="Most tokens of an answer.")]
+MaxTokensOption = Annotated[
+    int, typer.Option("--max-tokens", "-n", min=1, metavar="N", help="Most tokens of an answer.")
+]
 TemperatureOption = Annotated[
     float,
-    typer.Option("--temperature", "-t", metavar="T", help="0: always the most likely token. Higher: more varied."),
+    typer.Option(
+        "--temperature", "-t", min=0, metavar="T", help="0: always the most likely token. Higher: more varied."
+    ),
 ]
 TopPOption = Annotated[
-    float, typer.Option("--top-p", metavar="P", help="Choose among the most likely tokens that sum up to P.")
+    float,
+    typer.Option("--top-p", min=0, max=1, metavar="P", help="Choose among the most likely tokens that sum up to P."),
 ]
 SeedOption = Annotated[
-    int | None, typer.Option("--seed", metavar="N", help="The same seed gives the same answer. Default: a random one.")
+    int | None,
+    typer.Option("--seed", min=0, metavar="N", help="The same seed gives the same answer. Default: a random one."),
 ]
 StopOption = Annotated[
     list[str] | None, typer.Option("--stop", metavar="TEXT", help="End the answer before this text. Can be repeated.")
@@ -66,6 +72,8 @@ def options(
     ] = False,
 ) -> None:
     """Run a language model on this machine."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="strict")  # in the C locale any byte would pass
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 must not break off an answer
 
@@ -103,6 +111,8 @@ def generate(
     config = _engine_config(device, kv_memory)
     params = _sampling_params(max_tokens, temperature, top_p, seed, stop)
     text = _standard_input() if prompt == "-" else prompt
+    if not text:
+        raise typer.BadParameter("the prompt is empty", param_hint="PROMPT")
     from minipaged.cli.generate import run
 
     run(text, model=model, config=config, params=params, system=system, raw=raw)

@@ -11,7 +11,7 @@ import typer
 from minipaged.cli.answer import Answer
 from minipaged.cli.loading_bar import load
 from minipaged.config import EngineConfig
-from minipaged.errors import EngineDeadError, InvalidRequestError, MinipagedError
+from minipaged.errors import EngineDeadError, InvalidRequestError, MinipagedError, PromptTooLongError
 from minipaged.llm import LLM
 from minipaged.params import SamplingParams
 
@@ -89,6 +89,8 @@ class Chat:
             self._tell("(stopped)")
         except MinipagedError as error:
             self._report(error)
+            if isinstance(error, PromptTooLongError) and self._messages != self._beginning:
+                self._tell("/reset starts a new conversation, which has room again.")
             return
         if answer.text:
             self._messages = [*messages, {"role": "assistant", "content": answer.text}]

@@ -29,7 +29,7 @@ def load(model: str | None, config: EngineConfig) -> LLM:
 def loading_bar() -> Iterator[Progress]:
     """A `Progress` that draws, if standard error is a terminal. Leaving with an exception ends the reporting work."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     bars = Bars(*columns, console=console, transient=True)
     tasks: dict[str, TaskID] = {}
     interrupted = threading.Event()

@@ -45,6 +45,12 @@ def test_python_m_runs_the_same_command() -> None:
         (["info", "--kv-memory", "2XB"], "amount of memory"),
         (["generate", "hi", "--device", "abacus"], "abacus"),
         (["generate", "hi", "--raw", "--system", "Be short."], "--raw"),
+        (["generate", "hi", "--temperature", "-1"], "--temperature"),
+        (["generate", "hi", "--max-tokens", "0"], "--max-tokens"),
+        (["generate", "hi", "--seed", "-1"], "--seed"),
+        (["generate", "hi", "--top-p", "1.5"], "--top-p"),
+        (["generate", ""], "empty"),
+        (["generate", "--raw", ""], "empty"),
     ],
 )
 def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], complaint: str) -> None:
@@ -56,8 +62,8 @@ def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], complaint: 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["generate", "hi", "--temperature", "-1"], "temperature"),
-        (["generate", "hi", "--max-tokens", "0"], "max_tokens"),
+        (["generate", "hi", "--top-p", "0"], "top_p"),
+        (["generate", "hi", "--stop", ""], "stop"),
         (["generate", "hi", "--model", "./nothing/here"], "no such file or folder"),
         (["chat", "--model", "./nothing/here"], "no such file or folder"),
         (["info", "./nothing/here"], "no such file or folder"),

@@ -87,5 +87,10 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(model: str) -> None
         terminal.type("Why?\n")
         terminal.expect(answer("<|user|>Why?<|assistant|>", model).strip()[:4])
         terminal.expect("> ")
+        assert "/reset" not in terminal.screen
+        terminal.type("the " * 300 + "\n")
+        terminal.expect("Error: ")
+        terminal.expect("/reset starts a new conversation")
+        terminal.expect("> ")
         terminal.type("/exit\n")
         assert terminal.wait() == 0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -78,10 +79,22 @@ def test_stop_texts_end_the_answer(model: str) -> None:
     )
 
 
-def test_an_empty_prompt_is_an_error(model: str) -> None:
-    result = generate("", "--raw", "--model", model)
-    assert (result.exit_code, result.stdout) == (1, "")
+def test_nothing_on_standard_input_is_a_usage_error(model: str) -> None:
+    result = generate("-", "--model", model, typed="")
+    assert (result.exit_code, result.stdout) == (2, "")
     assert "empty" in result.stderr
+
+
+def test_standard_input_that_is_no_text_is_a_usage_error_in_the_c_locale_too(model: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "minipaged", "generate", "-", "--model", model],
+        input=b"\xff\xfe\xfd",
+        capture_output=True,
+        check=False,
+        env=os.environ | {"LC_ALL": "C"},
+    )
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert b"not utf-8 text" in result.stderr
 
 
 def test_a_prompt_longer_than_the_context_is_an_error(model: str) -> None:
