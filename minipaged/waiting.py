@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 from minipaged.request import Sequence, Status
 
+MIN_SWEEP = 64
+"""Entries below which finished ones are not looked for."""
+
 
 class WaitingQueue:
     """Sequences by rank: those of new requests, and preempted ones.
@@ -16,6 +19,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int, int], Sequence]] = []
+        self._sweep_at = MIN_SWEEP
         self.num_new = 0
         """Requests that wait to be scheduled for the first time."""
 
@@ -24,6 +28,8 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Queue a sequence: the first one of a new request, or one that was preempted."""
+        if len(self._heap) >= self._sweep_at:
+            self._sweep()
         self.num_new += _is_new(sequence)
         heapq.heappush(self._heap, (sequence.rank, sequence))
 
@@ -41,6 +47,12 @@ class WaitingQueue:
     def forget(self, sequence: Sequence) -> None:
         """A sequence that never ran is about to finish; `first` skips it from then on."""
         self.num_new -= _is_new(sequence)
+
+    def _sweep(self) -> None:
+        """Drop the finished ones: behind a first one that waits for long there may be any number of them."""
+        self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]
+        heapq.heapify(self._heap)
+        self._sweep_at = max(MIN_SWEEP, 2 * len(self._heap))
 
 
 def _is_new(sequence: Sequence) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from array import array
 from collections import deque
@@ -362,3 +363,15 @@ def test_decode_rows_stay_the_same_object_while_nothing_changes() -> None:
     for _ in range(5):
         bench.step()
     assert bench.plans[3].decode_rows is bench.plans[4].decode_rows
+
+
+def test_requests_that_end_while_they_wait_are_forgotten() -> None:
+    bench = Bench(EngineConfig(block_size=BLOCK, max_running=1, max_waiting=3), num_blocks=8)
+    bench.submit([1] * 5)
+    bench.scheduler.plan(0.0)
+    bench.submit([1] * 5)  # waits before all others
+    for _ in range(500):
+        bench.scheduler.abort(bench.submit([1] * 5))
+    bench.requests.clear()
+    gc.collect()
+    assert sum(isinstance(each, Request) for each in gc.get_objects()) < 200
