@@ -64,7 +64,13 @@ def load_model(name: str | Path | None, config: EngineConfig, progress: Progress
                 close=ops.close,
             )
 
-    return with_device(config, load)
+    try:
+        return with_device(config, load)
+    except MemoryError as error:
+        raise DeviceError(
+            f"There is not enough memory for the model ({error}); take a smaller one, or a smaller quantisation, or "
+            f"lower max_running ({config.max_running})."
+        ) from error
 
 
 def _kv_dtype(config: EngineConfig, ops: Ops[Array, Weight]) -> str:
@@ -111,7 +117,7 @@ def _allocate(
             ops.allocate_cache(shape(capacity.num_blocks), dtype),
             ops.allocate_host_cache(shape(capacity.swap_blocks), dtype),
         )
-    except MemoryError as error:
+    except (MemoryError, ValueError) as error:  # more than NumPy can count is a ValueError
         raise DeviceError(
             f"There is not enough memory for {capacity.num_blocks} KV blocks and {capacity.swap_blocks} swap blocks of "
             f"{capacity.block_bytes} bytes; give a smaller kv_cache_memory (or num_blocks) or swap_memory."

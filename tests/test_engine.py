@@ -27,6 +27,7 @@ from minipaged import (
 )
 from minipaged.loading import LoadedModel, load_model
 from minipaged.progress import Progress
+from minipaged.settings import EngineSettings
 from minipaged.worker import event_loop_post
 from tests.conftest import RunAsync
 from tests.engines import SMALL, gated_engine, minipaged_threads, tiny_engine, until
@@ -364,6 +365,15 @@ def test_load_errors_are_raised_on_entering(run: RunAsync, tiny_model: Path, tmp
         with pytest.raises(ConfigError, match=r"513.*512"):
             async with Engine.load(tiny_model, max_model_len=513):
                 pass
+        too_much: list[EngineSettings] = [
+            {"num_blocks": 10**15},
+            {"num_blocks": 10**30},
+            {"max_running": 10**12, "max_batched_tokens": 10**12, "num_blocks": 1},
+        ]
+        for settings in too_much:
+            with pytest.raises(DeviceError, match="not enough memory"):
+                async with Engine.load(tiny_model, **settings):
+                    pass
 
     run(main)
 

@@ -27,17 +27,20 @@ class Fields:
         return self.values.get(key)
 
     def integer(self, key: str, default: int | None = None, *, at_least: int = 1) -> int:
-        """An integer of at least `at_least`."""
+        """An integer of at least `at_least`; every size and id of a model is an int32."""
         value = self._or_default(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            raise self.wrong(key, f"an integer of at least {at_least}")
+        if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value < 2**31:
+            raise self.wrong(key, f"an integer of at least {at_least}, below 2**31")
         return value
 
-    def number(self, key: str, default: float | None = None, *, at_least: float = 0.0) -> float:
-        """A finite number of at least `at_least`."""
+    def number(
+        self, key: str, default: float | None = None, *, at_least: float = 0.0, above: float | None = None
+    ) -> float:
+        """A number of at least `at_least`, or more than `above`, below 2**31 as sizes are."""
         value = self._or_default(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not at_least <= value < float("inf"):
-            raise self.wrong(key, f"a number of at least {at_least:g}")
+        low = at_least if above is None else above
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < 2**31 or value == above:
+            raise self.wrong(key, f"a number {'of at least' if above is None else 'above'} {low:g}, below 2**31")
         return float(value)
 
     def boolean(self, key: str, default: bool | None = None) -> bool:

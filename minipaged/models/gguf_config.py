@@ -73,7 +73,7 @@ def parse_gguf_config(
         head_dim=head_dim,
         rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         max_position_embeddings=context_length(fields.integer("context_length"), scaling),
-        rope_theta=fields.number("rope.freq_base", 10000.0, at_least=1),
+        rope_theta=fields.number("rope.freq_base", 10000.0, above=1),
         rope_scaling=scaling,
         attention_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in tensor_names,
         attention_output_bias="blk.0.attn_output.bias" in tensor_names,
@@ -149,13 +149,14 @@ def _yarn(fields: Fields, factor: float) -> YarnRope:
     for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_log_multiplier"):
         if fields.get(key) is not None:
             raise fields.wrong(key, "no value. Models with an attention factor of their own cannot be loaded")
+    beta_slow = fields.number("rope.scaling.yarn_beta_slow", 1.0, above=0)
     return YarnRope(
         factor=factor,
         original_max_position_embeddings=fields.integer(
             "rope.scaling.original_context_length", fields.integer("context_length")
         ),
-        beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+        beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0, above=beta_slow),
+        beta_slow=beta_slow,
     )
 
 

@@ -42,7 +42,7 @@ def parse_rope(config: Fields) -> tuple[float, RopeScaling]:
         for parameters in _per_layer_type(config.within(key))
     ]
     if not readings:
-        return config.number("rope_theta", _DEFAULT_THETA, at_least=1), DefaultRope()
+        return config.number("rope_theta", _DEFAULT_THETA, above=1), DefaultRope()
     if any(reading != readings[0] for reading in readings):
         raise ModelLoadError(
             f"{config.where}: rope_parameters and rope_scaling describe different rotary embeddings, {readings}; "
@@ -79,7 +79,7 @@ def _parse_parameters(parameters: Fields, config: Fields) -> tuple[float, RopeSc
             "this library."
         )
     whole_head(parameters)
-    theta = parameters.number("rope_theta", config.number("rope_theta", _DEFAULT_THETA, at_least=1), at_least=1)
+    theta = parameters.number("rope_theta", config.number("rope_theta", _DEFAULT_THETA, above=1), above=1)
     if config.get("rope_theta") is not None and theta != config.number("rope_theta"):
         raise parameters.wrong("rope_theta", f"{config.get('rope_theta')}, as rope_theta at the top of the file says")
     return theta, _scaling(kind, parameters, config)
@@ -103,9 +103,7 @@ def _scaling(kind: str, parameters: Fields, config: Fields) -> RopeScaling:
             return LinearRope(factor=parameters.number("factor", at_least=1))
         case "llama3":
             low = parameters.number("low_freq_factor")
-            high = parameters.number("high_freq_factor")
-            if high <= low:
-                raise parameters.wrong("high_freq_factor", f"a number above low_freq_factor, {low:g}")
+            high = parameters.number("high_freq_factor", above=low)
             return Llama3Rope(
                 factor=parameters.number("factor", at_least=1),
                 low_freq_factor=low,
@@ -114,10 +112,8 @@ def _scaling(kind: str, parameters: Fields, config: Fields) -> RopeScaling:
             )
         case "yarn":
             original = parameters.integer("original_max_position_embeddings", max_position_embeddings)
-            beta_fast = parameters.number("beta_fast", 32.0)
-            beta_slow = parameters.number("beta_slow", 1.0)
-            if beta_fast <= beta_slow:
-                raise parameters.wrong("beta_fast", f"a number above beta_slow, {beta_slow:g}")
+            beta_slow = parameters.number("beta_slow", 1.0, above=0)
+            beta_fast = parameters.number("beta_fast", 32.0, above=beta_slow)
             return YarnRope(
                 factor=parameters.number("factor", max(max_position_embeddings / original, 1.0), at_least=1),
                 original_max_position_embeddings=original,

@@ -46,9 +46,12 @@ def resolve_model(name: str | Path | None, progress: Progress = no_progress, *, 
     """
     if name is None:
         return default_model_path(progress)
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
+    try:
+        path = Path(name).expanduser()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError) as error:  # it is too long, say, or begins with ~ where nobody has a home
+        raise ModelLoadError(f"{str(name)!r:.200} cannot be looked up as a file or folder: {error}") from error
     match = HUB_NAME.fullmatch(str(name))
     if match is None or isinstance(name, Path):
         raise ModelLoadError(

@@ -14,7 +14,7 @@ def read_json(path: Path) -> dict[str, object]:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not valid JSON ({error}); download it again.") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path} holds {type(content).__name__}; expected an object with keys. Download it again.")

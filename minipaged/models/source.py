@@ -43,6 +43,13 @@ def open_model(path: Path) -> ModelSource:
 
     Reads headers and configuration only. Raises `ModelLoadError`, which says what to do.
     """
+    try:
+        return _open(path)
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}.") from error
+
+
+def _open(path: Path) -> ModelSource:
     if path.is_file():
         return _open_gguf(path)
     if not path.is_dir():

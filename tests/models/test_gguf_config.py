@@ -165,6 +165,9 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
     ({"llama.rope.scaling.type": "longrope"}, "'longrope'; expected one of none, linear, yarn"),
     ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5"),
     ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 0.5}, "attn_factor is 0.5"),
+    ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_beta_slow": 0}, "yarn_beta_slow is 0"),
+    ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_beta_fast": 0.5}, "yarn_beta_fast is 0.5"),
+    ({"llama.rope.freq_base": 1.0}, "rope.freq_base is 1.0; expected a number above 1"),
     ({"tokenizer.ggml.eos_token_id": 8}, "eos_token_id is 8; expected a token id from 0 to 7"),
     ({"tokenizer.ggml.eot_token_id": -1}, "eot_token_id is -1"),
 ]

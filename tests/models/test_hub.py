@@ -209,6 +209,18 @@ def test_the_cache_is_where_the_platform_keeps_caches(
     assert cache_folder() == Path(expected)
 
 
+def test_a_user_without_a_home_is_told_of_minipaged_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("MINIPAGED_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ModelLoadError, match=r"home directory\. Set MINIPAGED_CACHE"):
+        cache_folder()
+
+
 # Names
 
 
@@ -267,6 +279,12 @@ def test_a_path_that_does_not_exist_says_so(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelLoadError, match="no such file or folder"):
         resolve_model(name, hub=FakeHub(tmp_path, []))
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/llama", "x" * 5000])
+def test_a_path_that_cannot_be_says_so(name: str) -> None:
+    with pytest.raises(ModelLoadError, match="cannot be looked up"):
+        resolve_model(name)
 
 
 def test_a_path_object_is_never_asked_of_the_hub(tmp_path: Path) -> None:

@@ -63,7 +63,9 @@ def test_one_file_of_a_folder(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize(("content", "message"), [(b"{", "is not valid JSON"), (b"3", "holds int"), (b"\xff", "is")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"{", "is not valid JSON"), (b"3", "holds int"), (b"\xff", "is"), (b"[" * 10**5, "is")]
+)
 def test_damaged_json(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     (tmp_path / name).write_bytes(content)

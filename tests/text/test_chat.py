@@ -101,6 +101,19 @@ def test_a_syntax_error_is_found_when_loading() -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% break %}", "outside loop"),
+        ("{% for i in x %}" * 30 + "{% endfor %}" * 30, "too many statically nested blocks"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
+    ],
+)
+def test_so_is_what_python_cannot_compile(source: str, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"chat template 'default' is not valid jinja: .*{message}"):
+        ChatTemplate({"default": source}, {})
+
+
+@pytest.mark.parametrize(
     "source",
     [
         "{{ ''.__class__.__mro__ }}",
