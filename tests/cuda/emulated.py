@@ -204,15 +204,7 @@ class Kernel:
         EmulatorFault for what goes wrong while the kernel runs.
         """
         execution = execution or Execution()
-        grid, block = _three(grid), _three(block)
-        if min(*grid, *block) < 1 or math.prod(block) > MOST_THREADS or block[2] > 64 or max(grid[1:]) > 65535:
-            raise ValueError(f"{self.name}: no GPU takes a grid of {grid} blocks of {block} threads")
-        if shared_mem > self.max_dynamic_shared_size_bytes:
-            raise ValueError(
-                f"{self.name}: {shared_mem} bytes of dynamic shared memory are more than "
-                f"max_dynamic_shared_size_bytes, {self.max_dynamic_shared_size_bytes}"
-            )
-        values = self._marshal(arguments)
+        values = self.check(grid, block, arguments, shared_mem)
         pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
         if allocations is None:
             allocations = _allocations_of(arguments)
@@ -220,8 +212,8 @@ class Kernel:
             *[_AllocationStruct(each.address, each.size, each.name.encode()) for each in allocations]
         )
         launch = _LaunchStruct(
-            grid=tuple(grid),
-            block=tuple(block),
+            grid=tuple(_three(grid)),
+            block=tuple(_three(block)),
             dynamic_shared=shared_mem,
             shared_limit=max(DEFAULT_SHARED_LIMIT, self.max_dynamic_shared_size_bytes),
             order=execution.order,
@@ -234,6 +226,20 @@ class Kernel:
         if faults:
             raise EmulatorFault(self.name, faults)
         return int(launch.shared_used)
+
+    def check(
+        self, grid: Sequence[int], block: Sequence[int], arguments: Sequence[Argument], shared_mem: int
+    ) -> list[ctypes.Array[ctypes.c_char]]:
+        """The arguments as the kernel takes them. Raises what is wrong before the launch."""
+        grid, block = _three(grid), _three(block)
+        if min(*grid, *block) < 1 or math.prod(block) > MOST_THREADS or block[2] > 64 or max(grid[1:]) > 65535:
+            raise ValueError(f"{self.name}: no GPU takes a grid of {grid} blocks of {block} threads")
+        if shared_mem > self.max_dynamic_shared_size_bytes:
+            raise ValueError(
+                f"{self.name}: {shared_mem} bytes of dynamic shared memory are more than "
+                f"max_dynamic_shared_size_bytes, {self.max_dynamic_shared_size_bytes}"
+            )
+        return self._marshal(arguments)
 
     def _marshal(self, arguments: Sequence[Argument]) -> list[ctypes.Array[ctypes.c_char]]:
         if len(arguments) != len(self.parameters):

@@ -1,0 +1,394 @@
+"""As much of CuPy as a backend with kernels of its own needs, over a GPU that is not there.
+
+Names and meanings are CuPy's; what is not here, `ops/cuda.py` should not use. Arrays do no arithmetic: kernels do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import types
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from tests.cuda.emulated import Kernel, Module
+from tests.cuda.fake_gpu import CudaError, Gpu, OutOfMemoryError, Queue, Work
+
+HostArray = NDArray[np.generic]
+Shape = int | tuple[int, ...]
+Index = int | slice | tuple[int | slice, ...]
+
+
+class MemoryPointer:
+    """`array.data`."""
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+class Buffer:
+    """Device memory, freed with the last array that looks at it."""
+
+    def __init__(self, gpu: Gpu, size: int) -> None:
+        self.gpu = gpu
+        self.address = gpu.allocate(size)
+        weakref.finalize(self, gpu.free, self.address).atexit = False
+
+
+class DeviceArray:
+    """cupy.ndarray: a view of device memory. `layout` describes it and is never read."""
+
+    def __init__(self, buffer: Buffer, layout: HostArray) -> None:
+        self._buffer = buffer
+        self._layout = layout
+        self.shape = layout.shape
+        self.dtype = layout.dtype
+        self.ndim = layout.ndim
+        self.size = layout.size
+        self.itemsize = layout.itemsize
+        self.nbytes = layout.nbytes
+        self.flags = layout.flags
+
+    @property
+    def data(self) -> MemoryPointer:
+        return MemoryPointer(self._layout.ctypes.data)
+
+    def __len__(self) -> int:
+        return len(self._layout)
+
+    def __getitem__(self, index: Index) -> DeviceArray:
+        part = self._layout[index if isinstance(index, tuple) else (index,)]
+        assert isinstance(part, np.ndarray), "CuPy gives an array of no dimensions for one element; use a slice"
+        return DeviceArray(self._buffer, part)
+
+    def reshape(self, *shape: Shape) -> DeviceArray:
+        sizes = [size for each in shape for size in (each if isinstance(each, tuple) else (each,))]
+        reshaped = self._layout.reshape(sizes)
+        assert np.shares_memory(reshaped, self._layout) or self.size == 0, "this reshape would copy"
+        return DeviceArray(self._buffer, reshaped)
+
+    def view(self, dtype: DTypeLike) -> DeviceArray:
+        return DeviceArray(self._buffer, self._layout.view(dtype))
+
+    def fill(self, value: float) -> None:
+        """On the current stream."""
+        layout = self._layout
+        self._buffer.gpu.put(lambda: layout.fill(value))
+
+    def set(self, array: HostArray, stream: Stream | None = None) -> None:
+        """Copy from the host, on a stream; page-locked memory is read when the copy runs."""
+        if array.shape != self.shape or array.dtype != self.dtype:
+            raise ValueError(f"an array of {array.dtype} {array.shape} does not fit {self.dtype} {self.shape}")
+        self._contiguous(array)
+        self._buffer.gpu.copy(self.data.ptr, array.ctypes.data, self.nbytes, None if stream is None else stream.queue)
+
+    def get(self, stream: Stream | None = None, out: HostArray | None = None, blocking: bool = True) -> HostArray:
+        """Copy to the host, on a stream; without `blocking`, `out` is valid when the stream has been waited for."""
+        queue = self._buffer.gpu.queue if stream is None else stream.queue
+        result = np.empty(self.shape, self.dtype) if out is None else out
+        if result.shape != self.shape or result.dtype != self.dtype:
+            raise ValueError(f"{self.dtype} {self.shape} does not fit out, {result.dtype} {result.shape}")
+        self._contiguous(result)
+        self._buffer.gpu.copy(result.ctypes.data, self.data.ptr, self.nbytes, queue)
+        if blocking:
+            self._buffer.gpu.refuse_during_capture("a blocking copy")
+            queue.run_until(queue.end)
+        return result
+
+    def __array__(self, *_: object, **__: object) -> HostArray:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`.")
+
+    def _contiguous(self, host: HostArray) -> None:
+        assert self.flags.c_contiguous, "CuPy would copy this array first"
+        assert host.flags.c_contiguous, "CuPy would copy the host's array first"
+
+
+class Stream:
+    """cupy.cuda.Stream."""
+
+    def __init__(self, gpu: Gpu, queue: Queue | None = None) -> None:
+        self._gpu = gpu
+        self.queue = queue or Queue()
+        if queue is None:
+            gpu.queues.append(self.queue)
+        self.ptr = id(self.queue)
+        self._previous: list[Queue] = []
+
+    def __enter__(self) -> Stream:
+        self._previous.append(self._gpu.queue)
+        self._gpu.queue = self.queue
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._gpu.queue = self._previous.pop()
+
+    def use(self) -> Stream:
+        self._gpu.queue = self.queue
+        return self
+
+    @property
+    def done(self) -> bool:
+        return _advance(self._gpu, self.queue, self.queue.end)
+
+    def synchronize(self) -> None:
+        self._gpu.refuse_during_capture("synchronisation with a stream")
+        self.queue.run_until(self.queue.end)
+
+    def record(self, event: Event | None = None) -> Event:
+        event = event or Event(self._gpu)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        """What is put on this stream later runs after what was on the event's stream when it was recorded."""
+        if event.recorded is not None:
+            queue, end = event.recorded
+            self._gpu.put(lambda: queue.run_until(end), self.queue)
+
+    def begin_capture(self, mode: int | None = None) -> None:
+        if self.queue is self._gpu.default_queue:
+            raise CudaError("cudaErrorStreamCaptureUnsupported: the default stream cannot be captured")
+        if self.queue.captured is not None:
+            raise CudaError("cudaErrorIllegalState: the stream is being captured already")
+        self.queue.captured = []
+
+    def end_capture(self) -> Graph:
+        if self.queue.captured is None:
+            raise CudaError("cudaErrorIllegalState: the stream is not being captured")
+        captured, self.queue.captured = self.queue.captured, None
+        return Graph(self._gpu, captured)
+
+
+class Graph:
+    """cupy.cuda.Graph: what a stream was given while it was captured."""
+
+    def __init__(self, gpu: Gpu, work: Sequence[Work]) -> None:
+        self._gpu = gpu
+        self._work = work
+
+    def launch(self, stream: Stream | None = None) -> None:
+        for work in self._work:
+            self._gpu.put(work, None if stream is None else stream.queue)
+
+    def upload(self, stream: Stream | None = None) -> None:
+        """Nothing to prepare."""
+
+
+class Event:
+    """cupy.cuda.Event."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self.recorded: tuple[Queue, int] | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        queue = self._gpu.queue if stream is None else stream.queue
+        self.recorded = (queue, queue.end)
+
+    @property
+    def done(self) -> bool:
+        return self.recorded is None or _advance(self._gpu, *self.recorded)
+
+    def synchronize(self) -> None:
+        self._gpu.refuse_during_capture("synchronisation with an event")
+        if self.recorded is not None:
+            queue, end = self.recorded
+            queue.run_until(end)
+
+
+def _advance(gpu: Gpu, queue: Queue, end: int) -> bool:
+    """Whether so much is done; if not, one piece more is now, so that polling comes to an end."""
+    gpu.refuse_during_capture("a query")
+    done = queue.done >= end
+    if not done:
+        queue.run_until(queue.done + 1)
+    return done
+
+
+class Device:
+    """cupy.cuda.Device."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self.id = 0
+        self.compute_capability = gpu.compute_capability
+        self.attributes = {
+            "MaxSharedMemoryPerBlockOptin": gpu.shared_limit,
+            "MultiProcessorCount": 4,
+            "WarpSize": 32,
+        }
+
+    @property
+    def mem_info(self) -> tuple[int, int]:
+        """Free and total bytes."""
+        return self._gpu.memory_bytes - self._gpu.used_bytes - self._gpu.cached_bytes, self._gpu.memory_bytes
+
+    def use(self) -> None:
+        """There is one."""
+
+    def synchronize(self) -> None:
+        self._gpu.synchronize()
+
+
+class MemoryPool:
+    """cupy.get_default_memory_pool()."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+
+    def used_bytes(self) -> int:
+        return self._gpu.used_bytes
+
+    def total_bytes(self) -> int:
+        return self._gpu.used_bytes + self._gpu.cached_bytes
+
+    def free_all_blocks(self) -> None:
+        self._gpu.cached_bytes = 0
+
+
+class PinnedMemory(bytearray):
+    """cupy.cuda.PinnedMemoryPointer: a buffer for np.frombuffer, poisoned."""
+
+    def __init__(self, gpu: Gpu, size: int) -> None:
+        super().__init__(b"\xff" * size)
+        self.ptr = ctypes.addressof(ctypes.c_char.from_buffer(self)) if size else 0
+        gpu.pinned[self.ptr] = size
+        weakref.finalize(self, gpu.pinned.pop, self.ptr, None).atexit = False
+
+
+class Function:
+    """What RawModule.get_function gives."""
+
+    def __init__(self, gpu: Gpu, kernel: Kernel) -> None:
+        self._gpu = gpu
+        self._kernel = kernel
+
+    @property
+    def max_dynamic_shared_size_bytes(self) -> int:
+        return self._kernel.max_dynamic_shared_size_bytes
+
+    @max_dynamic_shared_size_bytes.setter
+    def max_dynamic_shared_size_bytes(self, size: int) -> None:
+        if size > self._gpu.shared_limit:
+            raise CudaError(
+                f"CUDA_ERROR_INVALID_VALUE: {size} bytes of shared memory; {self._gpu.shared_limit} at most"
+            )
+        self._kernel.max_dynamic_shared_size_bytes = size
+
+    def __call__(
+        self,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[DeviceArray | np.generic | bool | int | float | None],
+        *,
+        shared_mem: int = 0,
+        stream: Stream | None = None,
+    ) -> None:
+        """Launch on a stream. Arguments and sizes are checked at once, all else when the kernel runs."""
+        arguments = [argument._layout if isinstance(argument, DeviceArray) else argument for argument in args]
+        grid, block = tuple(grid), tuple(block)
+        self._kernel.check(grid, block, arguments, shared_mem)
+
+        def run() -> None:
+            for argument in arguments:
+                if isinstance(argument, np.ndarray):
+                    self._gpu.bytes_at(argument.ctypes.data, argument.nbytes)
+            self._kernel(
+                grid, block, arguments, shared_mem, execution=self._gpu.execution, allocations=self._gpu.allocations
+            )
+
+        self._gpu.put(run, None if stream is None else stream.queue)
+
+
+class RawModule:
+    """cupy.RawModule."""
+
+    def __init__(self, gpu: Gpu, code: str, options: Sequence[str] = ()) -> None:
+        self._gpu = gpu
+        known = [option for option in options if option.startswith(("-D", "-I"))]
+        self._module = Module(code, "module.cu", known, checked=gpu.checked)
+
+    def get_function(self, name: str) -> Function:
+        kernel = self._module.kernels.get(name)
+        if kernel is None:
+            raise CudaError(f"CUDA_ERROR_NOT_FOUND: named symbol not found: {name}")
+        return Function(self._gpu, kernel)
+
+
+def fake_cupy(gpu: Gpu) -> dict[str, types.ModuleType]:
+    """Modules for sys.modules, by name."""
+
+    def empty(shape: Shape, dtype: DTypeLike = float) -> DeviceArray:
+        sizes = shape if isinstance(shape, tuple) else (shape,)
+        kind = np.dtype(dtype)
+        size = math.prod(sizes) * kind.itemsize
+        buffer = Buffer(gpu, size)
+        return DeviceArray(buffer, gpu.bytes_at(buffer.address, size).view(kind).reshape(sizes))
+
+    def zeros(shape: Shape, dtype: DTypeLike = float) -> DeviceArray:
+        array = empty(shape, dtype)
+        array.fill(0)
+        return array
+
+    def asarray(host: HostArray, dtype: DTypeLike | None = None) -> DeviceArray:
+        host = np.ascontiguousarray(host, dtype)
+        array = empty(host.shape, host.dtype)
+        array.set(host)
+        return array
+
+    def memcpy_async(destination: int, source: int, size: int, kind: int, stream: int) -> None:
+        gpu.copy(destination, source, size, next(queue for queue in gpu.queues if id(queue) == stream))
+
+    class NewStream(Stream):
+        null = Stream(gpu, gpu.default_queue)
+
+        def __init__(self, non_blocking: bool = False) -> None:
+            assert non_blocking, "a blocking stream waits for the default one, which is seldom meant and not emulated"
+            super().__init__(gpu)
+
+    runtime = _module(
+        "cupy.cuda.runtime",
+        memcpyAsync=memcpy_async,
+        memcpyHostToDevice=1,
+        memcpyDeviceToHost=2,
+        memcpyDeviceToDevice=3,
+        getDeviceCount=lambda: 1,
+        runtimeGetVersion=lambda: 12090,
+        driverGetVersion=lambda: 12090,
+        streamCaptureModeThreadLocal=1,
+        CUDARuntimeError=CudaError,
+    )
+    memory = _module("cupy.cuda.memory", OutOfMemoryError=OutOfMemoryError)
+    cuda = _module(
+        "cupy.cuda",
+        Stream=NewStream,
+        Event=lambda block=False, disable_timing=False: Event(gpu),
+        Graph=Graph,
+        Device=lambda device=0: Device(gpu),
+        alloc_pinned_memory=lambda size: PinnedMemory(gpu, size),
+        get_current_stream=lambda: Stream(gpu, gpu.queue),
+        runtime=runtime,
+        memory=memory,
+    )
+    pool = MemoryPool(gpu)
+    cupy = _module(
+        "cupy",
+        ndarray=DeviceArray,
+        empty=empty,
+        zeros=zeros,
+        asarray=asarray,
+        RawModule=lambda code, options=(), backend="nvrtc": RawModule(gpu, code, options),
+        get_default_memory_pool=lambda: pool,
+        cuda=cuda,
+    )
+    return {module.__name__: module for module in (cupy, cuda, runtime, memory)}
+
+
+def _module(name: str, **contents: object) -> types.ModuleType:
+    module = types.ModuleType(name)
+    vars(module).update(contents)
+    return module

@@ -1,0 +1,98 @@
+"""NVRTC through ctypes: compiles kernels as is done for a GPU, and reads what ptxas says of them. No GPU is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.cuda.toolchain import CUDA, headers, nvrtc_library
+
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+"""Compute capabilities, times ten, of Ampere, Ada, Hopper and Blackwell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a kernel takes of a multiprocessor."""
+
+    registers: int
+    """Per thread."""
+    shared: int
+    """Bytes of static shared memory per block."""
+    spills: int
+    """Bytes of registers kept in memory instead, stores and loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The most that a kernel may take, by the comment on top of its file."""
+
+    registers: int
+    shared: int
+
+
+class NvrtcError(Exception):
+    """NVRTC does not take the source; the message is its log."""
+
+
+BUDGET = re.compile(r"^// Budget: (\S+): (\d+) registers, (\d+) bytes of shared memory$", re.MULTILINE)
+
+ENTRY = re.compile(
+    r"Function properties for (?P<name>\w+)\n"
+    r".*?(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads\n"
+    r".*?Used (?P<registers>\d+) registers(?:.*?(?P<shared>\d+) bytes smem)?"
+)
+
+
+def budgets(source: str) -> dict[str, Budget]:
+    """By pattern of the names of kernels, as in fnmatch."""
+    return {name: Budget(int(registers), int(shared)) for name, registers, shared in BUDGET.findall(source)}
+
+
+def compile_for(source: str, name: str, options: Sequence[str], architecture: int) -> dict[str, Resources]:
+    """The kernels of a source and what they take. Raises NvrtcError."""
+    log = _compile(
+        source,
+        name,
+        [
+            f"--gpu-architecture=sm_{architecture}",
+            "--std=c++17",
+            "--ptxas-options=-v",
+            f"--include-path={CUDA}",
+            f"--include-path={headers()}",
+            *options,
+        ],
+    )
+    return {
+        match["name"]: Resources(
+            int(match["registers"]), int(match["shared"] or 0), int(match["stores"]) + int(match["loads"])
+        )
+        for match in ENTRY.finditer(log)
+    }
+
+
+def _compile(source: str, name: str, options: Sequence[str]) -> str:
+    """The log."""
+    library = ctypes.CDLL(str(nvrtc_library()))
+    program = ctypes.c_void_p()
+    given = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+    _must(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None))
+    try:
+        failed = library.nvrtcCompileProgram(program, len(options), given)
+        size = ctypes.c_size_t()
+        _must(library.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+        log = ctypes.create_string_buffer(size.value)
+        _must(library.nvrtcGetProgramLog(program, log))
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+    text = log.value.decode()
+    if failed:
+        raise NvrtcError(text)
+    return text
+
+
+def _must(status: int) -> None:
+    if status:
+        raise NvrtcError(f"NVRTC returned error {status}")
