@@ -1,4 +1,5 @@
-// Paged attention: causal attention of each token over its sequence's positions, decode and chunked prefill in one launch.
+// Paged attention: causal attention of each token over its sequence's positions, decode and chunked prefill in one
+// launch.
 //
 //   query         ELEMENT [num_tokens, num_query_heads, HEAD_DIM]
 //   cache         ELEMENT [num_blocks, num_layers, 2, num_kv_heads, block_size, HEAD_DIM]
@@ -10,30 +11,38 @@
 //
 // HEAD_DIM is a macro of the build: 64, 80, 96, 128 or 256. Query head h reads KV head h / group.
 //
-// Arithmetic. The positions are cut into splits of KV_SPLIT and these into tiles of kTile, both counted from position 0. A
-// split is a flash-attention loop over its tiles (online softmax, arXiv:2205.14135); the results of the splits are merged in
-// order (arXiv:2311.01282). One warp computes 16 rows, and a row's numbers come from its own row alone: tiles and splits that
-// it does not see change nothing, to the bit. So a token's result depends neither on batch nor on chunking, nor on which of
-// the kernels and ways below computed it.
+// Arithmetic. The positions are cut into splits of KV_SPLIT and these into tiles of kTile, both counted from position
+// 0. A split is a flash-attention loop over its tiles (online softmax, arXiv:2205.14135); the results of the splits are
+// merged in order (arXiv:2311.01282). One warp computes 16 rows by mma.m16n8k16, and a row's numbers come from its own
+// row alone: tiles and splits that it does not see change nothing, to the bit. So a token's result depends neither on
+// batch nor on chunking, nor on which of the kernels and ways below computed it. (One thing is the caller's: an
+// infinity or NaN in the V of a position that another row of the tile sees reaches the rows that do not see it, for 0 *
+// infinity is NaN. Its sequence has failed.)
 //
-// A tile of queries is `tokens` tokens of one sequence x the `heads` of one KV group = up to 16 * warps rows, so that K and V
-// are read once per group. Groups of more heads than that take several tiles.
+// A tile of queries is `tokens` tokens of one sequence x the `heads` of one KV group = up to 16 * warps rows, so that K
+// and V are read once per group. Groups of more heads than that take several tiles.
 //
 // Grid: x tiles of queries, num_tokens / tokens + num_sequences, an upper bound, the last first (they read most);
 //       y KV heads * ceil(group / rows of a tile); z splits, `max_splits`.
 // A sequence with one token is decoded: block z takes split z; with more than one split they go to `partials`, and
-// attention_combine merges them. Of a longer chunk block z = 0 takes all splits, and the merged result stays in shared memory.
+// attention_combine merges them. Of a longer chunk block z = 0 takes all splits, and the merged result stays in shared
+// memory.
 //
 //   kernel             warps   threads   KV stages   for
 //   attention_decode     1        32         3       batches in which every sequence has one token
 //   attention            4 (2)   128 (64)    2       all others (HEAD_DIM 256)
 //
-// Shared memory: KV stages * 2 * kTile * pitch * 2 + rows * pitch * 2 + rows * (HEAD_DIM + 4) * 4 bytes with pitch = HEAD_DIM + 8: a
-// row is an odd number of 16-byte chunks, so that ldmatrix meets no bank twice. HEAD_DIM 128: 65 KB in decode, 86 KB otherwise.
+// Dynamic shared memory: 2 pitch (2 kTile stages + rows) + 4 rows (HEAD_DIM + 4) bytes with pitch = HEAD_DIM + 8: a row
+// is an odd number of 16-byte chunks, so that ldmatrix meets no bank twice. HEAD_DIM 128: 65,024 in decode, 86,016
+// otherwise; 256: 67,200 and 83,968.
 //
-// Bytes moved, decode: 4 * HEAD_DIM per position and KV head, the floor (batch 64, 2,048 positions, 8 heads of 128 on 4.8 TB/s:
-// 112 us), and group * 8 / KV_SPLIT / 4 of that for partials (group 4: 2 %). A block has 2 stages of 16 KB in flight.
-// Budget: 255 registers (HEAD_DIM 256), 168 (others), no spills.
+// Bytes moved, decode: 4 HEAD_DIM per position and KV head, the floor (batch 64, 2,048 positions, 8 heads of 128 on 4.8
+// TB/s: 112 us), and 2 group / KV_SPLIT of that to write and read partials (group 4: 1.6 %). A block has 2 stages of 16
+// KB in flight.
+//
+// Budget: attention_decode: 224 registers, 0 bytes of shared memory
+// Budget: attention: 224 registers, 0 bytes of shared memory
+// Budget: attention_combine: 64 registers, 0 bytes of shared memory
 
 #include "tensor_core.cuh"
 
@@ -54,11 +63,17 @@ static_assert(HEAD_DIM % 16 == 0 && KV_SPLIT % kTile == 0, "whole fragments, who
 __device__ __forceinline__ float nothing() { return __uint_as_float(0xff800000u); }
 
 // What an accumulated result with maximum `old` is multiplied by when the maximum rises to `rise`.
-__device__ __forceinline__ float rescale(float old, float rise) { return exp2_approx(old - (rise == nothing() ? 0.0f : rise)); }
+__device__ __forceinline__ float rescale(float old, float rise) {
+    return exp2_approx(old - (rise == nothing() ? 0.0f : rise));
+}
 
 // One element of the ordered merge: everything here and in attention_combine that merges splits goes through this.
 __device__ __forceinline__ float merge(float merged, float merged_scale, float split, float split_scale) {
     return __fmaf_rn(split, split_scale, __fmul_rn(merged, merged_scale));
+}
+
+__device__ __forceinline__ unsigned pack_quotients(float low, float high, float divisor) {
+    return pack(__fdiv_rn(low, divisor), __fdiv_rn(high, divisor));
 }
 
 __device__ __forceinline__ int first_visible(int position, int window) {
@@ -66,14 +81,13 @@ __device__ __forceinline__ int first_visible(int position, int window) {
 }
 
 struct Geometry {
-    int num_sequences, num_query_heads, num_kv_heads, block_size, table_width, window, max_splits;
-    float scale;            // times log2(e), so that weights are powers of two
-    long long layer_offset;  // elements from the start of a block to its layer
-    long long block_stride;  // elements
+    int num_sequences, num_query_heads, num_kv_heads, num_layers, layer, block_size, table_width, window, max_splits;
+    float scale;
 };
 
 // The sequence that a tile of queries belongs to: sequence s has the tiles from query_starts[s] / tokens + s on.
-__device__ __forceinline__ int sequence_of(int tile, const int* __restrict__ query_starts, int num_sequences, int tokens) {
+__device__ __forceinline__ int sequence_of(
+    int tile, const int* __restrict__ query_starts, int num_sequences, int tokens) {
     int low = 0, high = num_sequences - 1;
     while (low < high) {
         const int middle = (low + high + 1) / 2;
@@ -93,9 +107,10 @@ __device__ __forceinline__ void attend(
     ELEMENT* __restrict__ out, float* __restrict__ partials, const Geometry& g) {
     constexpr int kThreads = kWarps * 32, kRows = kWarps * 16;
     extern __shared__ __align__(16) ELEMENT shared[];
-    ELEMENT* const stages = shared;  // [kStages][K, V][kTile][kPitch]
+    ELEMENT* const stages = shared;                                  // [kStages][K, V][kTile][kPitch]
     ELEMENT* const queries = stages + kStages * 2 * kTile * kPitch;  // [kRows][kPitch]
-    float* const results = reinterpret_cast<float*>(queries + kRows * kPitch);  // [kRows][kRecord], the splits merged so far
+    float* const results =
+        reinterpret_cast<float*>(queries + kRows * kPitch);  // [kRows][kRecord], the splits merged so far
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
@@ -125,22 +140,27 @@ __device__ __forceinline__ void attend(
         return;
     }
 
+    // A row's place among all heads of all tokens.
+    auto head_of = [&](int row) {
+        return static_cast<long long>(first_token + row / heads) * g.num_query_heads + first_head + row % heads;
+    };
+
     // Rows of queries; those beyond the last are zeros.
     for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
         const int row = i / kChunks, chunk = i % kChunks;
         const bool is_row = row < num_rows;
-        const long long head = is_row ? static_cast<long long>(first_token + row / heads) * g.num_query_heads + first_head + row % heads : 0;
+        const long long head = is_row ? head_of(row) : 0;
         cp_async_16_zfill(queries + row * kPitch + chunk * kChunk, query + head * HEAD_DIM + chunk * kChunk, is_row);
     }
     for (int i = lane; i < 16 * kRecord; i += 32) {
         results[warp * 16 * kRecord + i] = i % kRecord == HEAD_DIM ? nothing() : 0.0f;
     }
 
-    // K and V of a tile, through the block table. What no token of this block sees is zeros: slots may hold NaN, and 0 * NaN is NaN.
+    // K and V of a tile, through the block table. What no token of this block sees is zeros: slots may hold NaN.
     const int* const table = block_tables + static_cast<long long>(rows[sequence]) * g.table_width;
     const long long head_stride = static_cast<long long>(g.block_size) * HEAD_DIM;
-    const ELEMENT* const head_cache = cache + g.layer_offset + kv_head * head_stride;
-    const long long value_offset = g.num_kv_heads * head_stride;
+    const long long value_offset = g.num_kv_heads * head_stride, block_stride = g.num_layers * 2 * value_offset;
+    const ELEMENT* const head_cache = cache + g.layer * 2 * value_offset + kv_head * head_stride;
     const int first_tile = begin / kTile, end_tile = (end + kTile - 1) / kTile;
     auto copy_stage = [&](int tile) {
         if (tile < end_tile) {
@@ -150,7 +170,7 @@ __device__ __forceinline__ void attend(
             long long place = -1;
             if (position >= begin && position < end) {
                 const int block = table[position / g.block_size];
-                place = block * g.block_stride + static_cast<long long>(position % g.block_size) * HEAD_DIM;
+                place = block * block_stride + static_cast<long long>(position % g.block_size) * HEAD_DIM;
             }
 #pragma unroll 4
             for (int i = 0; i < (kTile * kChunks + kThreads - 1) / kThreads; i++) {
@@ -166,6 +186,8 @@ __device__ __forceinline__ void attend(
         }
         cp_async_commit();  // also without a copy: the wait below counts groups
     };
+
+    const float scale = __fmul_rn(g.scale, 1.4426950408889634f);  // times log2(e): weights are powers of two
 
     // The two rows of this thread and what they see.
     int row_begin[2], row_end[2];
@@ -231,7 +253,7 @@ __device__ __forceinline__ void attend(
             for (int e = 0; e < 4; e++) {
                 const int position = tile * kTile + i * 8 + lane % 4 * 2 + e % 2;
                 const bool is_visible = position >= row_begin[e / 2] && position < row_end[e / 2];
-                scores[i][e] = is_visible ? __fmul_rn(scores[i][e], g.scale) : nothing();
+                scores[i][e] = is_visible ? __fmul_rn(scores[i][e], scale) : nothing();
                 rise[e / 2] = fmaxf(rise[e / 2], scores[i][e]);
             }
         }
@@ -261,7 +283,8 @@ __device__ __forceinline__ void attend(
 #pragma unroll
         for (int k = 0; k < kTile / 16; k++) {
             const float *left = scores[k * 2], *right = scores[k * 2 + 1];
-            const unsigned a[4] = {pack(left[0], left[1]), pack(left[2], left[3]), pack(right[0], right[1]), pack(right[2], right[3])};
+            const unsigned a[4] = {
+                pack(left[0], left[1]), pack(left[2], left[3]), pack(right[0], right[1]), pack(right[2], right[3])};
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 8; i += 2) {
                 unsigned b[4];
@@ -303,8 +326,9 @@ __device__ __forceinline__ void attend(
         for (int i = lane; i < 16 * (kRecord / 4); i += 32) {
             const int row = warp * 16 + i / (kRecord / 4), part = i % (kRecord / 4);
             if (row >= num_rows) continue;
-            const long long record = (static_cast<long long>(sequence) * g.num_query_heads + first_head + row) * g.max_splits + blockIdx.z;
-            reinterpret_cast<float4*>(partials + record * kRecord)[part] = reinterpret_cast<const float4*>(results + row * kRecord)[part];
+            const long long head = static_cast<long long>(sequence) * g.num_query_heads + first_head + row;
+            float* const record = partials + (head * g.max_splits + blockIdx.z) * kRecord;
+            reinterpret_cast<float4*>(record)[part] = reinterpret_cast<const float4*>(results + row * kRecord)[part];
         }
         return;
     }
@@ -314,41 +338,37 @@ __device__ __forceinline__ void attend(
         const float* const result = results + row * kRecord;
         const float4 low = *reinterpret_cast<const float4*>(result + chunk * kChunk);
         const float4 high = *reinterpret_cast<const float4*>(result + chunk * kChunk + 4);
-        const float divisor = result[HEAD_DIM + 1];
+        const float total_weight = result[HEAD_DIM + 1];
         const uint4 packed = make_uint4(
-            pack(__fdiv_rn(low.x, divisor), __fdiv_rn(low.y, divisor)), pack(__fdiv_rn(low.z, divisor), __fdiv_rn(low.w, divisor)),
-            pack(__fdiv_rn(high.x, divisor), __fdiv_rn(high.y, divisor)), pack(__fdiv_rn(high.z, divisor), __fdiv_rn(high.w, divisor)));
-        const long long head = static_cast<long long>(first_token + row / heads) * g.num_query_heads + first_head + row % heads;
-        *reinterpret_cast<uint4*>(out + head * HEAD_DIM + chunk * kChunk) = packed;
+            pack_quotients(low.x, low.y, total_weight), pack_quotients(low.z, low.w, total_weight),
+            pack_quotients(high.x, high.y, total_weight), pack_quotients(high.z, high.w, total_weight));
+        *reinterpret_cast<uint4*>(out + head_of(row) * HEAD_DIM + chunk * kChunk) = packed;
     }
 }
 
-#define ATTENTION_PARAMETERS                                                                                                     \
-    const ELEMENT *__restrict__ query, const ELEMENT *__restrict__ cache, const int *__restrict__ positions,                     \
-        const int *__restrict__ query_starts, const int *__restrict__ rows, const int *__restrict__ block_tables,                \
-        ELEMENT *__restrict__ out, float *__restrict__ partials, int num_sequences, int num_query_heads, int num_kv_heads,       \
-        int num_layers, int layer, int block_size, int table_width, int window, int max_splits, float scale
+#define ATTENTION_PARAMETERS                                                                                      \
+    const ELEMENT *__restrict__ query, const ELEMENT *__restrict__ cache, const int *__restrict__ positions,      \
+        const int *__restrict__ query_starts, const int *__restrict__ rows, const int *__restrict__ block_tables, \
+        ELEMENT *__restrict__ out, float *__restrict__ partials, int num_sequences, int num_query_heads,          \
+        int num_kv_heads, int num_layers, int layer, int block_size, int table_width, int window, int max_splits, \
+        float scale
 
-#define GEOMETRY                                                                                                                 \
-    const long long layer_stride = 2LL * num_kv_heads * block_size * HEAD_DIM;                                                  \
-    const Geometry geometry = {                                                                                                  \
-        num_sequences, num_query_heads, num_kv_heads, block_size, table_width, window, max_splits,                               \
-        scale * 1.4426950408889634f, layer * layer_stride, num_layers * layer_stride}
-
-extern "C" __global__ void __launch_bounds__(32) attention_decode(ATTENTION_PARAMETERS) {
-    GEOMETRY;
+extern "C" __global__ void __launch_bounds__(32, 8) attention_decode(ATTENTION_PARAMETERS) {
+    const Geometry geometry = {num_sequences, num_query_heads, num_kv_heads, num_layers, layer,
+                               block_size,    table_width,     window,       max_splits, scale};
     attend<1, 3>(query, cache, positions, query_starts, rows, block_tables, out, partials, geometry);
 }
 
 constexpr int kWarps = HEAD_DIM <= 128 ? 4 : 2;
 
-extern "C" __global__ void __launch_bounds__(kWarps * 32) attention(ATTENTION_PARAMETERS) {
-    GEOMETRY;
+extern "C" __global__ void __launch_bounds__(kWarps * 32, 2) attention(ATTENTION_PARAMETERS) {
+    const Geometry geometry = {num_sequences, num_query_heads, num_kv_heads, num_layers, layer,
+                               block_size,    table_width,     window,       max_splits, scale};
     attend<kWarps, 2>(query, cache, positions, query_starts, rows, block_tables, out, partials, geometry);
 }
 
-// Merges the splits of decoded tokens in order. Grid: x num_sequences, y num_query_heads; block: HEAD_DIM / 4 threads, four
-// elements each. Bytes moved: the partials, once.
+// Merges the splits of decoded tokens in order. Grid: x num_sequences, y num_query_heads; block: HEAD_DIM / 4 threads,
+// four elements each. Bytes moved: the partials, once.
 extern "C" __global__ void __launch_bounds__(HEAD_DIM / 4) attention_combine(
     const float* __restrict__ partials, const int* __restrict__ positions, const int* __restrict__ query_starts,
     ELEMENT* __restrict__ out, int num_query_heads, int window, int max_splits) {
@@ -362,9 +382,10 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM / 4) attention_combine(
     float4 merged = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float maximum = nothing(), total = 0.0f;
     for (int split = first_split; split <= last_split; split++) {
-        const float4 sums = reinterpret_cast<const float4*>(record + static_cast<long long>(split) * kRecord)[threadIdx.x];
-        const float2 state = *reinterpret_cast<const float2*>(record + static_cast<long long>(split) * kRecord + HEAD_DIM);
-        const float rise = fmaxf(maximum, state.x), merged_scale = rescale(maximum, rise), split_scale = rescale(state.x, rise);
+        const float4 sums = reinterpret_cast<const float4*>(record + split * kRecord)[threadIdx.x];
+        const float2 state = *reinterpret_cast<const float2*>(record + split * kRecord + HEAD_DIM);
+        const float rise = fmaxf(maximum, state.x);
+        const float merged_scale = rescale(maximum, rise), split_scale = rescale(state.x, rise);
         maximum = rise;
         total = merge(total, merged_scale, state.y, split_scale);
         merged.x = merge(merged.x, merged_scale, sums.x, split_scale);
@@ -372,7 +393,8 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM / 4) attention_combine(
         merged.z = merge(merged.z, merged_scale, sums.z, split_scale);
         merged.w = merge(merged.w, merged_scale, sums.w, split_scale);
     }
-    const uint2 packed = make_uint2(
-        pack(__fdiv_rn(merged.x, total), __fdiv_rn(merged.y, total)), pack(__fdiv_rn(merged.z, total), __fdiv_rn(merged.w, total)));
-    reinterpret_cast<uint2*>(out + (static_cast<long long>(token) * num_query_heads + head) * HEAD_DIM)[threadIdx.x] = packed;
+    const uint2 packed =
+        make_uint2(pack_quotients(merged.x, merged.y, total), pack_quotients(merged.z, merged.w, total));
+    reinterpret_cast<uint2*>(out + (static_cast<long long>(token) * num_query_heads + head) * HEAD_DIM)[threadIdx.x] =
+        packed;
 }

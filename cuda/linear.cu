@@ -5,24 +5,24 @@
 //   bias    float32 [num_columns] or null
 //   out     ELEMENT (linear_*) or float32 (linear_*_float32, for logits) [num_rows, num_columns]
 //
-// Grid: one block per tile of the output, in one dimension: ceil(num_rows / tile rows) * ceil(num_columns / tile columns).
-// Tiles that follow each other share columns within a group of GROUP tile rows, so that what they read stays in L2.
-// Dynamic shared memory: a ring of stages, each with the tile's rows of x and of weight over `kDepth` elements.
+// Grid: one block per tile of the output, in one dimension: ceil(num_rows / tile rows) * ceil(num_columns / tile
+// columns). Tiles that follow each other share columns within a group of GROUP tile rows, so that what they read stays
+// in L2. Dynamic shared memory: a ring of stages, each with the tile's rows of x and of weight over `kDepth` elements.
 //
 //   kernel        tile (rows x columns)   depth   stages   threads   shared memory   a warp owns
 //   linear_few        16 x 32              128       6       128        73,728 B      16 x 8
 //   linear_some       64 x 32               64       6       128        73,728 B      16 x 32
 //   linear_many      128 x 128              64       3       128        98,304 B      64 x 64
 //
-// A block streams stages by cp.async; the 16-byte chunks of a row are permuted by XOR with the row number, so that neither
-// these writes nor ldmatrix meet a bank twice. Rows, columns and depth beyond the end are filled with zeros.
+// A block streams stages by cp.async; the 16-byte chunks of a row are permuted by XOR with the row number, so that
+// neither these writes nor ldmatrix meet a bank twice. Rows, columns and depth beyond the end are filled with zeros.
 //
-// Every output element is one chain of mma.m16n8k16 along the depth, from 0 up, whatever the tile: a row's result has the
-// same bits for any num_rows and in any company, and the choice among the three kernels is free.
+// Every output element is one chain of mma.m16n8k16 along the depth, from 0 up, whatever the tile: a row's result has
+// the same bits for any num_rows and in any company, and the choice among the three kernels is free.
 //
 // Bytes moved: few and some read the weight once, 2 * num_columns * depth, the floor for num_rows up to some hundred
-// (4096 x 4096 on 4.8 TB/s: 7 us); a block keeps 5 stages of 8 KB (few) or 4 KB (some) of it in flight. `many` is bound by the
-// tensor cores: 2 * num_rows * num_columns * depth operations.
+// (4096 x 4096 on 4.8 TB/s: 7 us); a block keeps 5 stages of 8 KB (few) or 4 KB (some) of it in flight. `many` is bound
+// by the tensor cores: 2 * num_rows * num_columns * depth operations.
 //
 // Budget: linear_few: 96 registers, 0 bytes of shared memory
 // Budget: linear_few_float32: 96 registers, 0 bytes of shared memory
@@ -75,7 +75,8 @@ __device__ __forceinline__ void linear(
     extern __shared__ __align__(16) ELEMENT stages[];
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int warp_row = warp % (kRows / kWarpRows) * kWarpRows, warp_column = warp / (kRows / kWarpRows) * kWarpColumns;
+    const int warp_row = warp % (kRows / kWarpRows) * kWarpRows,
+              warp_column = warp / (kRows / kWarpRows) * kWarpColumns;
 
     const int tile_rows = (num_rows + kRows - 1) / kRows, tile_columns = (num_columns + kColumns - 1) / kColumns;
     const int group = blockIdx.x / (kGroup * tile_columns), in_group = blockIdx.x % (kGroup * tile_columns);
@@ -88,7 +89,8 @@ __device__ __forceinline__ void linear(
         if (step < num_steps) {
             ELEMENT* stage = stages + step % kStages * kStageElements;
             copy_tile<kRows, kDepth>(stage, x, first_row, num_rows, step * kDepth, depth);
-            copy_tile<kColumns, kDepth>(stage + kRows * kDepth, weight, first_column, num_columns, step * kDepth, depth);
+            copy_tile<kColumns, kDepth>(
+                stage + kRows * kDepth, weight, first_column, num_columns, step * kDepth, depth);
         }
         cp_async_commit();  // also without a copy: the wait below counts groups
     };
@@ -141,7 +143,8 @@ __device__ __forceinline__ void linear(
         if (column >= num_columns) continue;
         const bool is_pair = num_columns % 2 == 0;  // else rows start at odd addresses, and the last column is alone
         const bool has_second = column + 1 < num_columns;
-        // Also without a bias 0 is added: it makes a negative zero positive, as zeros beyond the depth may or may not have done.
+        // Also without a bias 0 is added: it makes a negative zero positive, as zeros beyond the depth may or may not
+        // have done.
         const float low_bias = bias ? bias[column] : 0.0f, high_bias = bias && has_second ? bias[column + 1] : 0.0f;
 #pragma unroll
         for (int i = 0; i < kTilesDown; i++) {
@@ -162,8 +165,8 @@ __device__ __forceinline__ void linear(
     }
 }
 
-#define LINEAR_PARAMETERS(Output)                                                                                \
-    const ELEMENT *__restrict__ x, const ELEMENT *__restrict__ weight, const float *__restrict__ bias,          \
+#define LINEAR_PARAMETERS(Output)                                                                      \
+    const ELEMENT *__restrict__ x, const ELEMENT *__restrict__ weight, const float *__restrict__ bias, \
         Output *__restrict__ out, int num_rows, int num_columns, int depth
 
 extern "C" __global__ void __launch_bounds__(128) linear_few(LINEAR_PARAMETERS(ELEMENT)) {

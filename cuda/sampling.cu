@@ -1,21 +1,23 @@
-// Choosing tokens, by the rules of minipaged/ops/reference_sampling.py: penalties, biases, one draw per row, log-probabilities.
+// Choosing tokens, by the rules of minipaged/ops/reference_sampling.py: penalties, biases, one draw per row,
+// log-probabilities.
 //
 //   logits  float32 [num_rows, vocab_size]; other arguments stand at the kernels
 //
-// Grid: one block per row (`penalise`: x parts of a row, y penalised rows). A block owns its row, a warp a contiguous span of it,
-// in steps of 32 tokens, one per lane, so that every access of a warp is one of 128 bytes at any vocab_size.
+// Grid: one block per row (`penalise`: x parts of a row, y penalised rows). A block owns its row, a warp a contiguous
+// span of it, in steps of 32 tokens, one per lane, so that every access of a warp is one of 128 bytes at any
+// vocab_size.
 //
-// Weights are integers, round-down(2^44 exp(..)) with 2^44 for the most likely token, and sums of integers do not depend on
-// their order: a row's token has the same bits in any batch and on any GPU that computes expf alike. A sum of 2^18 weights
-// is off by less than 2^-26 of the most likely token's.
+// Weights are integers, round-down(2^44 exp(..)) with 2^44 for the most likely token, and sums of integers do not
+// depend on their order: a row's token has the same bits in any batch and on any GPU that computes expf alike. A sum of
+// 2^18 weights is off by less than 2^-26 of the most likely token's.
 //
-// What top-k and top-p keep is a prefix of the tokens in descending order of logits, ties by smaller id. Its end is found by
-// radix selection: a histogram over the upper 8 bits of the logits, then over the next bits of those in the bucket where
-// the prefix ends, four times. So nothing is sorted.
+// What top-k and top-p keep is a prefix of the tokens in descending order of logits, ties by smaller id. Its end is
+// found by radix selection: a histogram over the upper 8 bits of the logits, then over the next bits of those in the
+// bucket where the prefix ends, four times. So nothing is sorted.
 //
-// Bytes moved: a greedy row is read once, 4 * vocab_size (64 rows of 128k tokens: 33 MB, 7 us on 4.8 TB/s; one row: 512 KB by one
-// SM). A draw reads the row twice more, top-k and top-p 6 times each, from L2; that is bound by the some 40 instructions per
-// token and pass, not by bytes: about 20 us per pass over 128k tokens, for all rows at once.
+// Bytes moved: a greedy row is read once, 4 * vocab_size (64 rows of 128k tokens: 33 MB, 7 us on 4.8 TB/s; one row: 512
+// KB by one SM). A draw reads the row twice more, top-k and top-p 6 times each, from L2; that is bound by the some 40
+// instructions per token and pass, not by bytes: about 20 us per pass over 128k tokens, for all rows at once.
 //
 // Budget: sample: 64 registers, 2384 bytes of shared memory
 // Budget: logprobs: 64 registers, 3412 bytes of shared memory
@@ -137,7 +139,8 @@ __device__ __forceinline__ Amount sum(const Row& row, Scratch& scratch, Function
     return total;
 }
 
-// The first id at which the cumulative amount exceeds `target`, which is below the sum. After `sum` of the same amounts.
+// The first id at which the cumulative amount exceeds `target`, which is below the sum. After `sum` of the same
+// amounts.
 template <typename Function>
 __device__ __forceinline__ int locate(const Row& row, Scratch& scratch, Amount target, Function amount) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -164,10 +167,11 @@ __device__ __forceinline__ int locate(const Row& row, Scratch& scratch, Amount t
     return scratch.located;
 }
 
-// The shortest prefix of what `kept` keeps whose amounts reach `wanted` (> 0, at most the sum of all). Equal logits have
-// equal amounts; amounts of 0 may stand for tokens known not to be in the prefix.
+// The shortest prefix of what `kept` keeps whose amounts reach `wanted` (> 0, at most the sum of all). Equal logits
+// have equal amounts; amounts of 0 may stand for tokens known not to be in the prefix.
 template <typename Function>
-__device__ __forceinline__ Prefix select(const Row& row, Scratch& scratch, Prefix kept, Amount wanted, Function amount) {
+__device__ __forceinline__ Prefix
+select(const Row& row, Scratch& scratch, Prefix kept, Amount wanted, Function amount) {
     const int lane = threadIdx.x % 32;
     unsigned key = 0, known = 0;  // the bits of the last key found so far, and which they are
     for (int shift = 24; shift >= 0; shift -= 8) {
@@ -223,12 +227,13 @@ __device__ __forceinline__ unsigned philox(unsigned long long seed, unsigned str
     return c0;
 }
 
-// token_ids int32 [num_rows]: one draw per row, -1 where the logits hold NaN or nothing finite. The other arrays are those of
-// SamplingBatch, [num_rows] each.
+// token_ids int32 [num_rows]: one draw per row, -1 where the logits hold NaN or nothing finite. The other arrays are
+// those of SamplingBatch, [num_rows] each.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) sample(
     const float* __restrict__ logits, const float* __restrict__ temperatures, const int* __restrict__ top_k,
     const float* __restrict__ top_p, const float* __restrict__ min_p, const unsigned long long* __restrict__ seeds,
-    const unsigned* __restrict__ streams, const unsigned* __restrict__ positions, int* __restrict__ token_ids, int vocab_size) {
+    const unsigned* __restrict__ streams, const unsigned* __restrict__ positions, int* __restrict__ token_ids,
+    int vocab_size) {
     __shared__ Scratch scratch;
     const int index = blockIdx.x;
     const Row row = {logits + static_cast<long long>(index) * vocab_size, vocab_size};
@@ -251,8 +256,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) sample(
         const Amount total = sum(row, scratch, [=](float logit, int id) -> Amount {
             return is_kept(kept, logit, id) ? integer(weigh(logit)) : 0;
         });
-        const Amount wanted = max(static_cast<Amount>(1), static_cast<Amount>(ceil(static_cast<double>(top_p[index]) * total)));
-        const Amount least = (total - wanted) / vocab_size;  // all tokens below it together weigh less than what is left out
+        const Amount wanted =
+            max(static_cast<Amount>(1), static_cast<Amount>(ceil(static_cast<double>(top_p[index]) * total)));
+        const Amount least =
+            (total - wanted) / vocab_size;  // all tokens below it together weigh less than what is left out
         kept = select(row, scratch, kept, wanted, [=](float logit, int) -> Amount {
             const Amount weight = integer(weigh(logit));
             return weight < least ? 0 : weight;
@@ -270,12 +277,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) sample(
     if (threadIdx.x == 0) token_ids[index] = chosen;
 }
 
-// chosen float32 [num_rows]: log-softmax of logits at token_ids; top_ids int32, top_logprobs float32 [num_rows, num_top]: the most
-// likely tokens and theirs, ties by smaller id; num_top is at most 256 and vocab_size. NaN and -1 where the token id is -1, or the
-// logits hold NaN or nothing above -inf.
+// chosen float32 [num_rows]: log-softmax of logits at token_ids; top_ids int32, top_logprobs float32 [num_rows,
+// num_top]: the most likely tokens and theirs, ties by smaller id; num_top is at most 256 and vocab_size. NaN and -1
+// where the token id is -1, or the logits hold NaN or nothing above -inf.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) logprobs(
-    const float* __restrict__ logits, const int* __restrict__ token_ids, float* __restrict__ chosen, int* __restrict__ top_ids,
-    float* __restrict__ top_logprobs, int vocab_size, int num_top) {
+    const float* __restrict__ logits, const int* __restrict__ token_ids, float* __restrict__ chosen,
+    int* __restrict__ top_ids, float* __restrict__ top_logprobs, int vocab_size, int num_top) {
     __shared__ Scratch scratch;
     __shared__ int ids[kMaxTop];
     __shared__ int num_ids;
@@ -319,12 +326,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) logprobs(
     }
 }
 
-// Penalties, in place. The arrays are those of Penalties: rows int32 [P], prompt bool [P, vocab_size], counts int32 [P, vocab_size],
-// the others float32 [P]. Grid: x ceil(vocab_size / 512), y P.
+// Penalties, in place. The arrays are those of Penalties: rows int32 [P], prompt bool [P, vocab_size], counts int32 [P,
+// vocab_size], the others float32 [P]. Grid: x ceil(vocab_size / 512), y P.
 extern "C" __global__ void __launch_bounds__(kThreads) penalise(
-    float* __restrict__ logits, const int* __restrict__ rows, const bool* __restrict__ prompt, const int* __restrict__ counts,
-    const float* __restrict__ repetition, const float* __restrict__ presence, const float* __restrict__ frequency,
-    int vocab_size) {
+    float* __restrict__ logits, const int* __restrict__ rows, const bool* __restrict__ prompt,
+    const int* __restrict__ counts, const float* __restrict__ repetition, const float* __restrict__ presence,
+    const float* __restrict__ frequency, int vocab_size) {
     const int index = blockIdx.y, id = blockIdx.x * kThreads + threadIdx.x;
     if (id >= vocab_size) return;
     const long long place = static_cast<long long>(index) * vocab_size + id;
@@ -336,8 +343,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) penalise(
     *logit = __fadd_rn(x, -__fmul_rn(presence[index], count > 0 ? 1.0f : 0.0f));
 }
 
-// Biases, in place and in the order of the entries, of which one token may have several: rows and token_ids int32, values float32
-// [num_entries]. Grid: num_rows; one warp per row looks through all entries.
+// Biases, in place and in the order of the entries, of which one token may have several: rows and token_ids int32,
+// values float32 [num_entries]. Grid: num_rows; one warp per row looks through all entries.
 extern "C" __global__ void __launch_bounds__(32) add_bias(
     float* __restrict__ logits, const int* __restrict__ rows, const int* __restrict__ token_ids,
     const float* __restrict__ values, int num_entries, int vocab_size) {

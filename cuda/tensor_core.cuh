@@ -1,8 +1,7 @@
 // What kernels on tensor cores share: the element type of a build, products of its fragments, and packing.
 //
-// ELEMENT is __half or __nv_bfloat16.
-// Fragments are those of mma.m16n8k16: with g = lane / 4 and q = lane % 4, a thread holds of the sum [16, 8] the elements
-// (g, 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1).
+// ELEMENT is __half or __nv_bfloat16. Fragments are those of mma.m16n8k16: with g = lane / 4 and q = lane % 4, a thread
+// holds of the sum [16, 8] the elements (g, 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1).
 #pragma once
 
 #include "ptx.cuh"

@@ -84,15 +84,22 @@ class Model:
         return out
 
     def attend(
-        self, spans: list[Span], kernel: str = "attention", order: Order = Order.FORWARD, *, checked: bool = False
+        self,
+        spans: list[Span],
+        kernel: str = "attention",
+        order: Order = Order.FORWARD,
+        *,
+        checked: bool = False,
+        spare_blocks: int = 3,
     ) -> list[Floats]:
         """What the kernels make of a step, per span. Every slot that no token of the step sees holds NaN."""
         generator = np.random.default_rng(self.seed)
         dtype = ELEMENTS[self.element]
-        num_blocks = sum(-(-length // self.block_size) for length in self.lengths) + 3
+        num_blocks = sum(-(-length // self.block_size) for length in self.lengths) + spare_blocks
         tables = shuffled_tables(generator, self.lengths, self.block_size, num_blocks=num_blocks)
         shape = (num_blocks, NUM_LAYERS, 2, self.num_kv_heads, self.block_size, self.head_dim)
-        cache = np.full(shape, np.nan, dtype)
+        cache = np.zeros(shape, dtype)  # pages that are never touched take no memory
+        cache[tables[tables < num_blocks]] = np.nan
         for span in spans:
             _, keys, values = self.vectors(span.row)
             for position in range(self.first_seen(span.start), span.end):
@@ -224,3 +231,10 @@ def test_nan_that_is_seen_comes_out_in_its_own_rows_alone() -> None:
     np.testing.assert_allclose(healthy, model.expected(Span(0, 80, 90)), rtol=0, atol=TOLERANCES["__half"])
     assert np.isfinite(poisoned[:5]).all()
     assert np.isnan(poisoned[5:]).all()
+
+
+def test_offsets_into_a_large_cache_do_not_overflow() -> None:
+    model = Model("__half", 2, 2, 64, 16, (70, 40, 90), window=None, seed=4)
+    elements_per_block = NUM_LAYERS * 2 * model.num_kv_heads * model.block_size * model.head_dim
+    spans = [Span(0, 60, 70), Span(1, 39, 40), Span(2, 89, 90)]
+    model.assert_close(spans, model.attend(spans, spare_blocks=2**32 // elements_per_block))
