@@ -9,6 +9,7 @@ from minipaged.output import Choice, Completion, FinishReason, Timings, Token, T
 from minipaged.request import Request
 from minipaged.step import Logprobs
 from minipaged.submission import Submission
+from minipaged.text.stop import StopStrings
 from minipaged.text.stream import TextStream
 from minipaged.text.tokenizer import Tokenizer
 from minipaged.token_stream import Outbox
@@ -51,10 +52,9 @@ class Generation:
     def begin(self, request: Request, tokenizer: Tokenizer) -> None:
         """The prompt is known, and queued."""
         self.request = request
+        stop = StopStrings(self.params.stop_strings) if self.params.stop_strings else None
         for sample in self._samples:
-            sample.text_stream = TextStream(
-                tokenizer, request.prompt, stop=self.params.stop_strings, min_tokens=self.params.min_tokens
-            )
+            sample.text_stream = TextStream(tokenizer, request.prompt, stop=stop, min_tokens=self.params.min_tokens)
 
     def add_prompt_logprobs(self, entries: SequenceOf[tuple[TokenLogprob, ...]]) -> None:
         """Those of the next prompt tokens."""

@@ -144,7 +144,7 @@ class LLM:
         self.close()
 
     def _tokens(self, start: Start) -> Generator[Token, None, None]:
-        stream = self._thread.portal.call(start)
+        stream = self._thread.portal.call(self._start, start)
         try:
             while (token := self._thread.portal.call(_next_token, stream)) is not None:
                 yield token
@@ -176,14 +176,18 @@ class LLM:
         async with anyio.create_task_group() as group:
             try:
                 for index, start in enumerate(starts):
-                    await self._engine.wait_for_room()
-                    group.start_soon(finish, index, start())
+                    group.start_soon(finish, index, await self._start(start))
             except Exception as error:
                 errors.append(error)
                 group.cancel_scope.cancel()
         if errors:
             raise errors[0]
         return [completions[index] for index in range(len(starts))]
+
+    async def _start(self, start: Start) -> TokenStream:
+        """Start a request when the queue has room."""
+        await self._engine.wait_for_room()
+        return start()
 
 
 async def _next_token(stream: TokenStream) -> Token | None:

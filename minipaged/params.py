@@ -15,6 +15,7 @@ from minipaged.errors import InvalidRequestError
 
 MAX_LOGPROBS = 64
 MAX_SAMPLES = 128
+MAX_STOP_CHARACTERS = 4096
 
 _LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 """Of the positive numbers that sampling, in float32, can divide and multiply by."""
@@ -48,7 +49,7 @@ class SamplingParams:
     min_tokens: int = 0
     """Tokens to generate before one that ends the sequence may be chosen, or a stop string is looked for."""
     stop: str | Sequence[str] = ()
-    """Strings that end the text; they are not part of it."""
+    """Strings that end the text, of 4096 characters together; they are not part of it."""
     stop_token_ids: Sequence[int] = ()
     """Token ids that end the sequence besides the model's own end-of-sequence ids."""
     ignore_eos: bool = False
@@ -101,6 +102,8 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop, "a string or strings")
         if not all(isinstance(string, str) and string for string in stop):
             _refuse("stop", self.stop, "a string or strings, none of them empty")
+        if sum(len(string) for string in stop if isinstance(string, str)) > MAX_STOP_CHARACTERS:
+            _refuse("stop", self.stop, f"at most {MAX_STOP_CHARACTERS} characters altogether")
         object.__setattr__(self, "stop", stop)
         object.__setattr__(
             self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids, "a sequence of token ids")

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -49,6 +50,9 @@ def test_more_prompts_than_may_wait(llm: LLM) -> None:
     assert [list(completion.prompt_token_ids) for completion in completions] == prompts
     alone = llm.generate([prompts[7]], GREEDY)
     assert alone[0].token_ids == completions[7].token_ids
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = list(threads.map(lambda prompt: [token.id for token in llm.stream(prompt, GREEDY)], prompts))
+    assert answers == [list(completion.token_ids) for completion in completions]
 
 
 def test_one_prompt_or_several(llm: LLM) -> None:

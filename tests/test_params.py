@@ -17,7 +17,7 @@ WRONG: dict[str, list[object]] = {
     "seed": [-1, 2**64, 1.0, "1", True],
     "max_tokens": [0, -1, 1.5, True, "3"],
     "min_tokens": [-1, 1.5, None, True],
-    "stop": ["", ["a", ""], [1], 5, b"x", {"a": 1}],
+    "stop": ["", "x" * 4097, ["xy"] * 2049, ["a", ""], [1], 5, b"x", {"a": 1}],
     "stop_token_ids": ["12", 5, {1: 2}],
     "ignore_eos": [1, "yes", None],
     "repetition_penalty": [0, -1, 1e-50, 1e39, math.inf, math.nan, "1"],

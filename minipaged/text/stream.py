@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from minipaged.text.stop import StopMatcher
+from minipaged.text.stop import StopMatcher, StopStrings
 from minipaged.text.tokenizer import Tokenizer
 
 
@@ -29,12 +29,12 @@ class TextStream:
     Args:
         tokenizer: gives the bytes of each id.
         prompt_ids: the ids before the completion; only their last bytes are read.
-        stop: stop strings, which are not part of the text; none is empty.
+        stop: stop strings, which are not part of the text.
         min_tokens: the text of this many first tokens is shown without looking for stop strings in it.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, stop: Sequence[str] = (), min_tokens: int = 0
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, stop: StopStrings | None = None, min_tokens: int = 0
     ) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from minipaged.text.stop import StopMatcher
+from minipaged.text.stop import StopMatcher, StopStrings
 
 strings = st.text("ab", min_size=1, max_size=4)
 
@@ -27,7 +27,7 @@ def could_become_a_stop(text: str, stop: list[str]) -> str:
 @example(["a", "ab"], ["aab", "ab"])
 @example(["ab", "c"], ["abc", "b"])
 def test_equals_the_plain_definition_after_every_piece(pieces: list[str], stop: list[str]) -> None:
-    matcher = StopMatcher(stop)
+    matcher = StopMatcher(StopStrings(stop))
     text = shown = ""
     for piece in pieces:
         text += piece
@@ -45,19 +45,19 @@ def test_equals_the_plain_definition_after_every_piece(pieces: list[str], stop: 
 
 
 def test_a_complete_stop_does_not_wait_for_a_longer_one() -> None:
-    matcher = StopMatcher(["abcdef", "cd"])
+    matcher = StopMatcher(StopStrings(["abcdef", "cd"]))
     assert matcher.feed("abcd") == "ab"
     assert matcher.matched == "cd"
 
 
 def test_nothing_is_shown_after_a_stop() -> None:
-    matcher = StopMatcher(["\n\n"])
+    matcher = StopMatcher(StopStrings(["\n\n"]))
     assert matcher.feed("yes\n\nno") == "yes"
     assert matcher.feed("no") == ""
     assert matcher.finish() == ""
 
 
 def test_only_text_that_could_become_a_stop_is_held_back() -> None:
-    matcher = StopMatcher(["</answer>"])
+    matcher = StopMatcher(StopStrings(["</answer>"]))
     assert matcher.feed("a < b </ans") == "a < b "
     assert matcher.feed("wers>") == "</answers>"

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minipaged.text.stop import StopStrings
 from minipaged.text.stream import TextStream
 from minipaged.text.tokenizer import Tokenizer
 from tests.text.samples import SAMPLES
@@ -116,7 +117,7 @@ def test_special_tokens_have_no_text() -> None:
 def test_stop_strings_are_found_across_tokens_and_not_before() -> None:
     encoder = tokenizer("byte-level")
     ids = encoder.encode("Blue.\n\nQ: Why?", add_special_tokens=False)
-    stream = TextStream(encoder, encoder.encode("Q: "), stop=["\n\nQ:", "###"])
+    stream = TextStream(encoder, encoder.encode("Q: "), stop=StopStrings(["\n\nQ:", "###"]))
     deltas = []
     for token_id in ids:
         deltas.append(stream.push(token_id))
@@ -130,14 +131,14 @@ def test_stop_strings_are_found_across_tokens_and_not_before() -> None:
 
 def test_text_held_back_for_a_stop_comes_at_the_end() -> None:
     encoder = tokenizer("byte-level")
-    stream = TextStream(encoder, [], stop=["blue!"])
+    stream = TextStream(encoder, [], stop=StopStrings(["blue!"]))
     assert stream_text(stream, encoder.encode("blue")) == "blue"
     assert stream.stopped_by is None
 
 
 def test_an_unfinished_character_at_the_end_can_complete_a_stop_string() -> None:
     encoder = tokenizer("sentencepiece")
-    stream = TextStream(encoder, [], stop=["\ufffd"])
+    stream = TextStream(encoder, [], stop=StopStrings(["\ufffd"]))
     assert stream.push(encoder.token_to_id("<0xF0>") or 0) == ""
     assert stream.finish() == ""
     assert stream.stopped_by == "\ufffd"
@@ -147,7 +148,7 @@ def test_stop_strings_are_not_looked_for_in_the_first_min_tokens() -> None:
     encoder = tokenizer("byte-level")
     ids = encoder.encode("aXbXc")
     assert len(ids) == 5
-    stream = TextStream(encoder, [], stop=["X"], min_tokens=2)
+    stream = TextStream(encoder, [], stop=StopStrings(["X"]), min_tokens=2)
     assert stream_text(stream, ids) == "aXb"
     assert stream.stopped_by == "X"
 
