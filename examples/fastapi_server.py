@@ -28,7 +28,8 @@ async def answer(request: Request, prompt: str, max_tokens: int = 200) -> Stream
     """Answer a prompt. A client that disconnects ends its request in the engine."""
     engine: Engine = request.app.state.engine
     try:
-        stream = engine.chat([{"role": "user", "content": prompt}], SamplingParams(max_tokens=max_tokens))
+        params = SamplingParams(temperature=0.2, max_tokens=max_tokens)
+        stream = engine.chat([{"role": "user", "content": prompt}], params)
     except InvalidRequestError as error:
         raise HTTPException(status_code=400, detail=str(error)) from error
     except EngineBusyError as error:
