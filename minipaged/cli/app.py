@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 from collections.abc import Iterator
@@ -80,9 +81,14 @@ def options(
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """An error raised on purpose needs no traceback."""
+    """An error raised on purpose needs no traceback, nor does a full disk behind standard output."""
     try:
         yield
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise  # whoever read the answer has had enough; typer ends without a word
+        typer.secho(f"Error: {error}", fg="red", err=True)
+        raise typer.Exit(1) from error
     except MinipagedError as error:
         typer.secho(f"Error: {error}", fg="red", err=True)
         raise typer.Exit(1) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -17,7 +18,7 @@ def parse_size(text: str) -> int:
     units = {unit.lower(): factor for unit, factor in UNITS.items()}
     if match is None or match[2].lower() not in units:
         raise ValueError(f"{text!r} is not an amount of memory; expected one such as 512MiB, 2GiB or 2GB")
-    return int(float(match[1]) * units[match[2].lower()])
+    return int(Fraction(match[1]) * units[match[2].lower()])
 
 
 def format_size(size: int) -> str:

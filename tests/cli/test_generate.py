@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -131,3 +132,26 @@ def test_a_terminal_shows_no_trace_of_the_progress_bar_beside_the_answer(model: 
     with Terminal("generate", "The quick brown fox", "--model", model, "-t", "0", "-n", "4") as terminal:
         assert terminal.wait() == 0
         assert "cut off" in terminal.screen
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a POSIX shell")
+@pytest.mark.parametrize(
+    ("redirection", "exit_code", "message"),
+    [
+        ("- <&-", 2, "the prompt is empty"),
+        ("Why? >&-", 0, ""),
+        ("Why? 2>&-", 0, ""),
+        pytest.param(
+            "Why? >/dev/full",
+            1,
+            "Error: .*No space left",
+            marks=pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full"),
+        ),
+    ],
+)
+def test_standard_streams_that_are_closed_or_full(model: str, redirection: str, exit_code: int, message: str) -> None:
+    command = f"{sys.executable} -m minipaged generate --model {model} --max-tokens 2 {redirection}"
+    result = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == exit_code, result.stderr
+    assert re.search(message, result.stderr)
+    assert "Traceback" not in result.stderr

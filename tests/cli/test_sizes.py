@@ -16,6 +16,7 @@ from minipaged.cli.sizes import format_size, parse_size
         ("2 GB", 2 * 10**9),
         ("2G", 2 * 2**30),
         ("1tib", 2**40),
+        ("9" * 400 + "G", int("9" * 400) * 2**30),
     ],
 )
 def test_sizes_are_read(text: str, size: int) -> None:
