@@ -14,7 +14,8 @@ def draw(report: Report, path: Path) -> None:
     """Write a PNG."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     decode, prefill = figure.subplots(1, 2, width_ratios=(3, 2))
-    colours = {engine: "tab:red" if engine == OURS else f"C{index}" for index, engine in enumerate(report.engines)}
+    peers = [engine for engine in report.engines if engine != OURS]
+    colours = {OURS: "tab:red"} | dict(zip(peers, ("C0", "C1", "C2", "C4"), strict=False))
     limits, counts = report.limits, (1, *BATCHES)
 
     for engine, figures in report.engines.items():
@@ -28,12 +29,12 @@ def draw(report: Report, path: Path) -> None:
     decode.set(title="Decode", xlabel="requests at once", ylabel="tokens per second", xscale="log", ylim=(0, top))
     decode.set_xticks(counts, [str(count) for count in counts])
     decode.minorticks_off()
-    decode.legend(fontsize="small")
 
     speeds = [figures[f"prefill_tok_s_{LONG_PROMPT}"] for figures in report.engines.values()]
-    prefill.bar(list(report.engines), speeds, color=list(colours.values()))
+    prefill.bar(list(report.engines), speeds, color=[colours[engine] for engine in report.engines])
     prefill.axhline(limits.blas_prefill_tok_s, color="k", linestyle="--")
     prefill.set(title=f"Prefill of {LONG_PROMPT} tokens", ylabel="tokens per second")
     prefill.tick_params(axis="x", rotation=20)
 
+    figure.legend(*decode.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     figure.savefig(path, dpi=120)

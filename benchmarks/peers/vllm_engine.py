@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import vllm
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GgufConfig
 
 from benchmarks.peers.engine import Answer, Settings
 
@@ -29,7 +29,10 @@ class VllmEngine:
             else {"max_num_batched_tokens": max(settings.prompt_tokens_per_step, settings.max_length)}
         )
         with tempfile.TemporaryDirectory() as folder:
-            AutoModelForCausalLM.from_pretrained(str(model.parent), gguf_file=model.name).save_pretrained(folder)
+            dense = AutoModelForCausalLM.from_pretrained(
+                str(model.parent), gguf_file=model.name, quantization_config=GgufConfig(dequantize=True)
+            )
+            dense.save_pretrained(folder)
             self._engine = vllm.LLM(
                 folder,
                 skip_tokenizer_init=True,
