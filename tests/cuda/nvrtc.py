@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import re
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from tests.cuda.compiler import cache
 from tests.cuda.toolchain import CUDA, headers, nvrtc_library
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -52,19 +56,27 @@ def budgets(source: str) -> dict[str, Budget]:
 
 
 def compile_for(source: str, name: str, options: Sequence[str], architecture: int) -> dict[str, Resources]:
-    """The kernels of a source and what they take. Raises NvrtcError."""
-    log = _compile(
-        source,
-        name,
-        [
-            f"--gpu-architecture=sm_{architecture}",
-            "--std=c++17",
-            "--ptxas-options=-v",
-            f"--include-path={CUDA}",
-            f"--include-path={headers()}",
-            *options,
-        ],
-    )
+    """The kernels of a source and what they take. Raises NvrtcError. What ptxas said is cached by content."""
+    flags = [
+        f"--gpu-architecture=sm_{architecture}",
+        "--std=c++17",
+        "--ptxas-options=-v",
+        f"--include-path={CUDA}",
+        f"--include-path={headers()}",
+        *options,
+    ]
+    library = nvrtc_library()
+    digest = hashlib.sha256(f"{library} {library.stat().st_size}".encode())
+    for part in (source, *flags, *(path.read_text(encoding="utf-8") for path in sorted(CUDA.glob("*.cuh")))):
+        digest.update(part.encode() + b"\0")
+    cached = cache() / f"{digest.hexdigest()[:24]}.log"
+    if cached.exists():
+        log = cached.read_text(encoding="utf-8")
+    else:
+        log = _compile(library, source, name, flags)
+        with tempfile.NamedTemporaryFile("w", dir=cache(), delete=False, encoding="utf-8") as file:
+            file.write(log)
+        Path(file.name).replace(cached)
     return {
         match["name"]: Resources(
             int(match["registers"]), int(match["shared"] or 0), int(match["stores"]) + int(match["loads"])
@@ -73,9 +85,9 @@ def compile_for(source: str, name: str, options: Sequence[str], architecture: in
     }
 
 
-def _compile(source: str, name: str, options: Sequence[str]) -> str:
+def _compile(path: Path, source: str, name: str, options: Sequence[str]) -> str:
     """The log."""
-    library = ctypes.CDLL(str(nvrtc_library()))
+    library = ctypes.CDLL(str(path))
     program = ctypes.c_void_p()
     given = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     _must(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None))

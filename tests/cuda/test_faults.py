@@ -78,13 +78,32 @@ def run_copy_blocks(module: Module, execution: Execution) -> None:
     np.testing.assert_array_equal(cache, before[[3, 2, 2, 3]])
 
 
+def run_linear(module: Module, execution: Execution) -> None:
+    """linear_few on a row and a column more than a tile, over more steps than its ring has stages."""
+    x, weight = (RNG(0).integers(-4, 5, (rows, 1000)).astype(np.float16) for rows in (17, 34))
+    out = poisoned((17, 34), np.float16)
+    kernel = module.kernels["linear_few"]
+    kernel.max_dynamic_shared_size_bytes = shared = 6 * (16 + 32) * 128 * 2
+    sizes = [np.int32(size) for size in (17, 34, 1000)]
+    kernel((4,), (128,), (x, weight, None, out, *sizes), shared, execution=execution)
+    np.testing.assert_array_equal(out, (x.astype(np.float32) @ weight.astype(np.float32).T).astype(np.float16))
+
+
 RUNS: dict[str, Callable[[Module, Execution], None]] = {
     "rms_norm": run_rms_norm,
     "silu_and_mul": run_silu_and_mul,
     "embed": run_embed,
     "rope_and_cache": run_rope_and_cache,
     "copy_blocks": run_copy_blocks,
+    "linear": run_linear,
 }
+
+
+def source_of(name: str) -> str:
+    """A kernel file; of linear.cu only the first of the kernels, which all come from one template."""
+    source = (CUDA / f"{name}.cu").read_text(encoding="utf-8")
+    first, start, rest = source.partition('extern "C"')
+    return first + start + rest.partition('extern "C"')[0]
 
 
 @dataclass(frozen=True)
@@ -221,12 +240,32 @@ FAULTS = [
         "vectors_per_block + 1) destination",
         "race in argument 0",
     ),
+    Fault("linear", "no barrier between steps", "__syncthreads();", "", "race in shared memory"),
+    Fault(
+        "linear", "wait one group too short", "cp_async_wait<kStages - 2>", "cp_async_wait<kStages - 1>", "in flight"
+    ),
+    Fault("linear", "no wait", "cp_async_wait<kStages - 2>();", "", "in flight"),
+    Fault("linear", "groups not closed", "cp_async_commit();", "", "in flight"),
+    Fault(
+        "linear", "a step ahead too far", "copy_stage(step + kStages - 1)", "copy_stage(step + kStages)", "in flight"
+    ),
+    Fault("linear", "no guard for rows", "if (row >= num_rows) continue;", "", "past the end of argument 3"),
+    Fault("linear", "no guard for copies", "first + row < end && column", "column", "past the end of argument"),
+    Fault("linear", "misaligned rows of a tile", "row * kDepth + (", "row * (kDepth + 4) + (", "multiple of"),
+    Fault(
+        "linear",
+        "halves of B swapped",
+        "k * 2 + lane / 8 % 2));\n            } else",
+        "k * 2 + 1 - lane / 8 % 2));\n            } else",
+        WRONG_NUMBERS,
+    ),
+    Fault("linear", "rows of C swapped", "half * 8 + lane / 4", "(1 - half) * 8 + lane / 4", WRONG_NUMBERS),
 ]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.kernel}-{fault.what}".replace(" ", "-"))
 def test_planted_fault(fault: Fault) -> None:
-    source = (CUDA / f"{fault.kernel}.cu").read_text(encoding="utf-8")
+    source = source_of(fault.kernel)
     assert source.count(fault.old) >= 1, "the kernel has changed: plant the fault anew"
     options = ("-DELEMENT=__half", "-DHEAD_DIM=80")
     module = Module(source.replace(fault.old, fault.new, 1), f"{fault.kernel}.cu", options, checked=True)
@@ -242,7 +281,7 @@ def test_planted_fault(fault: Fault) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_is_found_where_nothing_is_planted(name: str) -> None:
-    source = (CUDA / f"{name}.cu").read_text(encoding="utf-8")
+    source = source_of(name)
     module = Module(source, f"{name}.cu", ("-DELEMENT=__half", "-DHEAD_DIM=80"), checked=True)
     for order in Order:
         RUNS[name](module, Execution(order))
