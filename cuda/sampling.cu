@@ -123,7 +123,8 @@ __device__ __forceinline__ Peak find_peak(const Row& row, Scratch& scratch) {
     return {peak, best, (flags & 1) != 0, (flags & 2) != 0};
 }
 
-// The sum of amount(logit, id) over the row; that of each warp's span stays in scratch.sums.
+// The sum of amount(logit, id) over the row; that of each warp's span stays in scratch.sums. Between two calls there is
+// another barrier.
 template <typename Function>
 __device__ __forceinline__ Amount sum(const Row& row, Scratch& scratch, Function amount) {
     const int lane = threadIdx.x % 32;
@@ -131,7 +132,6 @@ __device__ __forceinline__ Amount sum(const Row& row, Scratch& scratch, Function
     row.for_each([&](float logit, int id) { total += amount(logit, id); });
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(kAll, total, distance);
-    __syncthreads();  // the sums of an earlier call have been read
     if (lane == 0) scratch.sums[threadIdx.x / 32] = total;
     __syncthreads();
     total = 0;

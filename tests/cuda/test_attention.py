@@ -201,11 +201,11 @@ def test_a_token_has_the_same_bits_in_prefill_and_decode_and_any_company(head_di
         spans = data.draw(st.permutations([Span(0, start, end), *others]))
         chunk = model.attend(spans)[[span.row for span in spans].index(0)]
         assert chunk.tobytes() == whole[start:end].tobytes()
-    # One by one, as decoding does, by both kernels.
-    for position in {length - 1, data.draw(st.integers(0, length - 1))}:
-        for kernel in ("attention_decode", "attention"):
-            alone = model.attend([Span(0, position, position + 1)], kernel)[0]
-            assert alone.tobytes() == whole[position : position + 1].tobytes()
+    # By themselves, as decoding does; many at once, for a difference in float32 seldom survives the rounding.
+    decoded = [Span(0, position, position + 1) for position in data.draw(st.permutations(range(length)))[:50]]
+    for kernel in ("attention_decode", "attention"):
+        for span, alone in zip(decoded, model.attend(decoded, kernel), strict=True):
+            assert alone.tobytes() == whole[span.start : span.end].tobytes()
 
 
 @pytest.mark.parametrize("element", ELEMENTS)

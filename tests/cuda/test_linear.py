@@ -111,7 +111,7 @@ def cases(rows: st.SearchStrategy[int], columns: st.SearchStrategy[int], depths:
 
 
 ragged = {
-    "linear_few": cases(st.integers(1, 40), st.integers(1, 100), 130),
+    "linear_few": cases(st.integers(1, 180), st.integers(1, 100), 130),
     "linear_some": cases(st.integers(1, 140), st.integers(1, 100), 60),
     "linear_many": cases(st.integers(1, 300), st.integers(1, 280), 40),
 }
