@@ -51,41 +51,49 @@ INLINE void score_rows(const Command *c, const float *keys, Row *const *rows, co
     }
 }
 
-/* Fold a block's scores of positions [low, high) and its values into a row. */
-INLINE void fold_block(const Command *c, Row *row, const float *scores, const float *values, int low, int high) {
-    const int dim = c->head_dim;
-    float weights[MAX_BLOCK];
+/* Turn a block's scores of positions [low, high) into weights, relative to the largest score so far; the others weigh
+ * nothing. Returns by how much the row's sums so far shrink. */
+INLINE float weigh_block(const Command *c, Row *row, float *scores, int low, int high) {
     vfloat most = spread(-INFINITY), sum = spread(0);
     for (int j = 0; j < c->block_size; j += LANES) {
         const vint at = lane_numbers() + j;
         const vfloat score = choose((at >= low) & (at < high), load(scores + j), spread(-INFINITY));
-        store(weights + j, score);
+        store(scores + j, score);
         most = maximum(score, most);
     }
     const float here = max_lanes(most), largest = here > row->largest ? here : row->largest;
     const float shift = largest == -INFINITY ? 0 : largest; /* minus infinity or NaN so far: weights of 0 or NaN */
     for (int j = 0; j < c->block_size; j += LANES) {
-        const vfloat weight = exponential(load(weights + j) - spread(shift));
-        store(weights + j, weight);
+        const vfloat weight = exponential(load(scores + j) - spread(shift));
+        store(scores + j, weight);
         sum += weight;
     }
     const float keep = largest == row->largest ? 1 : exponential(spread(row->largest - largest))[0];
     row->total = row->total * keep + sum_lanes(sum);
     row->largest = largest;
-    const int whole = dim - dim % LANES;
-    for (int i = whole; i < dim; i++) {
-        float acc = row->acc[i] * keep;
-        for (int j = low; j < high; j++) acc += values[j * dim + i] * weights[j];
-        row->acc[i] = acc;
-    }
-    for (int i = 0; i < whole; i += 4 * LANES) {
-        vfloat acc[4];
-        const int count = (whole - i) / LANES < 4 ? (whole - i) / LANES : 4;
-        for (int v = 0; v < count; v++) acc[v] = load(row->acc + i + v * LANES) * spread(keep);
-        for (int j = low; j < high; j++)
-            for (int v = 0; v < count; v++)
-                acc[v] = fma_(load(values + j * dim + i + v * LANES), spread(weights[j]), acc[v]);
-        for (int v = 0; v < count; v++) store(row->acc + i + v * LANES, acc[v]);
+    return keep;
+}
+
+/* acc = acc * keep + the weighted values, for `count` vectors of elements that stay in registers. */
+INLINE void add_vectors(float *acc, float keep, const float *weights, const float *values, int dim, int low, int high,
+                        const int count) {
+    vfloat sums[8];
+    for (int v = 0; v < count; v++) sums[v] = load(acc + v * LANES) * spread(keep);
+    for (int j = low; j < high; j++)
+        for (int v = 0; v < count; v++)
+            sums[v] = fma_(load(values + j * dim + v * LANES), spread(weights[j]), sums[v]);
+    for (int v = 0; v < count; v++) store(acc + v * LANES, sums[v]);
+}
+
+INLINE void add_values(float *acc, float keep, const float *weights, const float *values, int dim, int low, int high) {
+    int i = 0;
+    for (; i + 8 * LANES <= dim; i += 8 * LANES) add_vectors(acc + i, keep, weights, values + i, dim, low, high, 8);
+    for (; i + 4 * LANES <= dim; i += 4 * LANES) add_vectors(acc + i, keep, weights, values + i, dim, low, high, 4);
+    for (; i + LANES <= dim; i += LANES) add_vectors(acc + i, keep, weights, values + i, dim, low, high, 1);
+    for (; i < dim; i++) {
+        float sum = acc[i] * keep;
+        for (int j = low; j < high; j++) sum += values[j * dim + i] * weights[j];
+        acc[i] = sum;
     }
 }
 
@@ -131,12 +139,17 @@ INLINE void attend(const Command *c, int sequence, int head, int first, int end)
                 case 3: score_rows(c, keys, some, 3, scores); break;
                 case 4: score_rows(c, keys, some, 4, scores); break;
                 }
-                for (int i = 0; i < n; i++) {
+                int low[4], high[4];
+                float keep[4];
+                for (int i = 0; i < n; i++) { /* all rows first: what one waits for, the others fill */
                     const int position = some[i]->position;
                     const int from = c->window && position >= c->window ? position - c->window + 1 : 0;
-                    fold_block(c, some[i], scores[i], values, from > base ? from - base : 0,
-                               position - base + 1 < size ? position - base + 1 : size);
+                    low[i] = from > base ? from - base : 0;
+                    high[i] = position - base + 1 < size ? position - base + 1 : size;
+                    keep[i] = weigh_block(c, some[i], scores[i], low[i], high[i]);
                 }
+                for (int i = 0; i < n; i++)
+                    add_values(some[i]->acc, keep[i], scores[i], values, dim, low[i], high[i]);
             }
         }
         for (int r = 0; r < count; r++)
