@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from tests.cuda import test_attention
 from tests.cuda.emulated import Argument, EmulatorFault, Execution, Module, Order
 from tests.cuda.kernels import Array, poisoned
+from tests.cuda.test_attention import SPLIT, Model, Span
 from tests.cuda.toolchain import CUDA
 
 RNG = np.random.default_rng
@@ -89,6 +91,17 @@ def run_linear(module: Module, execution: Execution) -> None:
     np.testing.assert_array_equal(out, (x.astype(np.float32) @ weight.astype(np.float32).T).astype(np.float16))
 
 
+def run_attention(module: Module, execution: Execution) -> None:
+    """A chunk across two splits, a short prompt and decoded tokens, with a window."""
+    model = Model("__half", 2, 3, 80, 16, (SPLIT + 17, 2 * SPLIT, 5), window=SPLIT + 20, seed=1)
+    chunks = [Span(1, 2 * SPLIT - 1, 2 * SPLIT), Span(0, SPLIT - 10, SPLIT + 17), Span(2, 0, 5)]
+    decoded = [Span(row, length - 1, length) for row, length in enumerate(model.lengths)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_attention, "load", lambda *_, **__: module)
+        for spans, name in ((chunks, "attention"), (decoded, "attention_decode")):
+            model.assert_close(spans, model.attend(spans, name, execution.order))
+
+
 RUNS: dict[str, Callable[[Module, Execution], None]] = {
     "rms_norm": run_rms_norm,
     "silu_and_mul": run_silu_and_mul,
@@ -96,12 +109,17 @@ RUNS: dict[str, Callable[[Module, Execution], None]] = {
     "rope_and_cache": run_rope_and_cache,
     "copy_blocks": run_copy_blocks,
     "linear": run_linear,
+    "attention": run_attention,
 }
+
+OPTIONS = ("-DELEMENT=__half", "-DHEAD_DIM=80", f"-DKV_SPLIT={SPLIT}")
 
 
 def source_of(name: str) -> str:
     """A kernel file; of linear.cu only the first of the kernels, which all come from one template."""
     source = (CUDA / f"{name}.cu").read_text(encoding="utf-8")
+    if name != "linear":
+        return source
     first, start, rest = source.partition('extern "C"')
     return first + start + rest.partition('extern "C"')[0]
 
@@ -260,6 +278,56 @@ FAULTS = [
         WRONG_NUMBERS,
     ),
     Fault("linear", "rows of C swapped", "half * 8 + lane / 4", "(1 - half) * 8 + lane / 4", WRONG_NUMBERS),
+    Fault(
+        "attention",
+        "no barrier after the wait",
+        "cp_async_wait<1>();\n            __syncthreads();",
+        "cp_async_wait<1>();",
+        "race in shared memory",
+    ),
+    Fault(
+        "attention",
+        "no barrier before the copy",
+        "if (tile > first_tile) __syncthreads();",
+        "",
+        "race in shared memory",
+    ),
+    Fault(
+        "attention", "wait one group too short", "cp_async_wait<kStages - 2>", "cp_async_wait<kStages - 1>", "in flight"
+    ),
+    Fault(
+        "attention",
+        "a maximum not yet read",
+        "__syncwarp();  // the maximum",
+        "// the maximum",
+        "race in shared memory",
+    ),
+    Fault(
+        "attention",
+        "result not yet complete",
+        "__syncwarp();\n        start_split",
+        "start_split",
+        "race in shared memory",
+    ),
+    Fault(
+        "attention",
+        "next block of the table",
+        "table[position / g.block_size]",
+        "table[position / g.block_size + 1]",
+        "wild 16-byte read",
+    ),
+    Fault("attention", "sees one position too many", "position + 1 : 0", "position + 2 : 0", WRONG_NUMBERS),
+    Fault(
+        "attention", "sees slots of nobody", "position >= begin && position < end", "position < end + 8", WRONG_NUMBERS
+    ),
+    Fault(
+        "attention",
+        "splits merged with the wrong scale",
+        "split_scale = rescale(state.x, rise)",
+        "split_scale = 1.0f",
+        WRONG_NUMBERS,
+    ),
+    Fault("attention", "rows of nobody written", "if (row >= num_rows) continue;", "", "past the end of argument 7"),
 ]
 
 
@@ -267,8 +335,7 @@ FAULTS = [
 def test_planted_fault(fault: Fault) -> None:
     source = source_of(fault.kernel)
     assert source.count(fault.old) >= 1, "the kernel has changed: plant the fault anew"
-    options = ("-DELEMENT=__half", "-DHEAD_DIM=80")
-    module = Module(source.replace(fault.old, fault.new, 1), f"{fault.kernel}.cu", options, checked=True)
+    module = Module(source.replace(fault.old, fault.new, 1), f"{fault.kernel}.cu", OPTIONS, checked=True)
     found = ""
     try:
         RUNS[fault.kernel](module, Execution(Order.SHUFFLED))
@@ -282,6 +349,6 @@ def test_planted_fault(fault: Fault) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_is_found_where_nothing_is_planted(name: str) -> None:
     source = source_of(name)
-    module = Module(source, f"{name}.cu", ("-DELEMENT=__half", "-DHEAD_DIM=80"), checked=True)
+    module = Module(source, f"{name}.cu", OPTIONS, checked=True)
     for order in Order:
         RUNS[name](module, Execution(order))
