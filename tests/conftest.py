@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import signal
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -38,6 +39,14 @@ def run(request: pytest.FixtureRequest) -> RunAsync:
         anyio.run(within_a_minute, backend=backend, backend_options=options)
 
     return run_async
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> Iterator[None]:
+    """A shell ignores Ctrl-C for what runs in the background, tests and their child processes included; undo that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")
