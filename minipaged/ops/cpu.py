@@ -362,11 +362,13 @@ class CpuOps(HostArrays):
         num_rows, vocab_size = logits.shape
         if self._scratch.size < logits.size:
             self._scratch = np.empty(logits.size, np.float32)
-        numbers = uniforms(
-            batch.seeds.astype(np.uint64, copy=False),
-            batch.streams.astype(np.uint32, copy=False),
-            batch.positions.astype(np.uint32, copy=False),
-        )
+        numbers = np.zeros(num_rows)  # greedy rows draw nothing
+        if not batch.all_greedy:
+            numbers = uniforms(
+                batch.seeds.astype(np.uint64, copy=False),
+                batch.streams.astype(np.uint32, copy=False),
+                batch.positions.astype(np.uint32, copy=False),
+            )
         token_ids = np.empty(num_rows, np.int32)
         self._emit(
             token_ids,
