@@ -1,6 +1,7 @@
 /* minipaged.ops._cpu_kernels: run a list of commands on a team of threads, without the GIL.
  *
- * Python passes addresses and sizes: minipaged/ops/cpu.py takes them from arrays that it keeps alive and from the checked model.
+ * Python passes addresses and sizes: minipaged/ops/cpu.py takes them from arrays that it keeps alive and from the checked
+ * model.
  */
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
