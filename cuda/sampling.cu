@@ -326,19 +326,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) logprobs(
     }
 }
 
-// Penalties, in place. The arrays are those of Penalties: rows int32 [P], prompt bool [P, vocab_size], counts int32 [P,
-// vocab_size], the others float32 [P]. Grid: x ceil(vocab_size / 512), y P.
+// Penalties, in place. The arrays are those of Penalties: rows int32 [P], starts int32 [P + 1], token_ids and counts int32
+// [E], the others float32 [P]. Grid: ceil(E / 512); a thread owns an entry, whose token no other entry of its row has.
 extern "C" __global__ void __launch_bounds__(kThreads) penalise(
-    float* __restrict__ logits, const int* __restrict__ rows, const bool* __restrict__ prompt,
-    const int* __restrict__ counts, const float* __restrict__ repetition, const float* __restrict__ presence,
-    const float* __restrict__ frequency, int vocab_size) {
-    const int index = blockIdx.y, id = blockIdx.x * kThreads + threadIdx.x;
-    if (id >= vocab_size) return;
-    const long long place = static_cast<long long>(index) * vocab_size + id;
-    const int count = counts[place];
-    float* const logit = logits + static_cast<long long>(rows[index]) * vocab_size + id;
+    float* __restrict__ logits, const int* __restrict__ rows, const int* __restrict__ starts,
+    const int* __restrict__ token_ids, const int* __restrict__ counts, const float* __restrict__ repetition,
+    const float* __restrict__ presence, const float* __restrict__ frequency, int num_rows, int vocab_size) {
+    const int entry = blockIdx.x * kThreads + threadIdx.x;
+    if (entry >= starts[num_rows]) return;
+    int index = 0;  // the last row that starts at or before the entry, by halving [index, end)
+    for (int end = num_rows; end - index > 1;) {
+        const int middle = (index + end) / 2;
+        if (starts[middle] <= entry) {
+            index = middle;
+        } else {
+            end = middle;
+        }
+    }
+    const int count = counts[entry];
+    float* const logit = logits + static_cast<long long>(rows[index]) * vocab_size + token_ids[entry];
     float x = *logit;
-    if (prompt[place] || count > 0) x = x > 0.0f ? __fdiv_rn(x, repetition[index]) : __fmul_rn(x, repetition[index]);
+    x = x > 0.0f ? __fdiv_rn(x, repetition[index]) : __fmul_rn(x, repetition[index]);
     x = __fadd_rn(x, -__fmul_rn(frequency[index], static_cast<float>(count)));
     *logit = __fadd_rn(x, -__fmul_rn(presence[index], count > 0 ? 1.0f : 0.0f));
 }

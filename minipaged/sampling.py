@@ -20,15 +20,33 @@ Int32 = NDArray[np.int32]
 Indices = NDArray[np.intp]
 
 
-@dataclass(frozen=True, slots=True)
 class _Penalised:
-    """What penalties need to know of one row."""
+    """What penalties need to know of one row: the distinct tokens of prompt and output, in no particular order."""
 
-    prompt: NDArray[np.bool_]
-    """[vocab_size]"""
-    counts: Int32
-    """[vocab_size]; updated in place with every token of the output."""
-    params: SamplingParams
+    def __init__(self, token_ids: Int32, prompt_length: int, params: SamplingParams) -> None:
+        distinct, places = np.unique(token_ids, return_inverse=True)
+        self.params = params
+        self._token_ids = array("i", distinct.tolist())
+        self._counts = array("i", np.bincount(places[prompt_length:], minlength=len(distinct)).tolist())
+        self._places = {token_id: place for place, token_id in enumerate(self._token_ids)}
+
+    def append(self, token_id: int) -> None:
+        """Another token of the output."""
+        place = self._places.setdefault(token_id, len(self._token_ids))
+        if place == len(self._token_ids):
+            self._token_ids.append(token_id)
+            self._counts.append(0)
+        self._counts[place] += 1
+
+    @property
+    def token_ids(self) -> Int32:
+        """A view that must be gone before the next `append`."""
+        return np.frombuffer(self._token_ids, np.int32)
+
+    @property
+    def counts(self) -> Int32:
+        """Occurrences in the output; likewise."""
+        return np.frombuffer(self._counts, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +83,7 @@ class SamplingState(Generic[Array]):
     """Settings and history of every row, in arrays that are gathered by row numbers.
 
     A row costs the same in each step at any context length. Choices of rows are remembered while the same array object
-    is passed again. Penalties keep two vectors of `vocab_size` for each row that asks for them, until the row is taken
-    by the next sequence.
+    is passed again. A row with penalties keeps its distinct tokens, until it is taken by the next sequence.
     """
 
     def __init__(
@@ -102,7 +119,8 @@ class SamplingState(Generic[Array]):
         for history in (self._penalised, self._biased, self._with_callback):
             history.pop(row, None)
         if params.has_penalties:
-            self._penalised[row] = self._penalties_of(admission)
+            token_ids = np.frombuffer(admission.token_ids, np.int32)
+            self._penalised[row] = _Penalised(token_ids, admission.prompt_length, params)
         if params.logit_bias or params.min_tokens:
             self._biased[row] = self._bias_of(admission)
         if params.logits_callback is not None:
@@ -114,7 +132,7 @@ class SamplingState(Generic[Array]):
             return
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
             if row in self._penalised:
-                self._penalised[row].counts[token_id] += 1
+                self._penalised[row].append(token_id)
             if row in self._with_callback:
                 self._with_callback[row].token_ids.append(token_id)
 
@@ -131,8 +149,9 @@ class SamplingState(Generic[Array]):
         upload = self._upload
         return Penalties(
             rows=upload(indices.astype(np.int32)),
-            prompt=upload(np.stack([state.prompt for state in penalised])),
-            counts=upload(np.stack([state.counts for state in penalised])),
+            starts=upload(np.cumsum([0, *(len(state.token_ids) for state in penalised)], dtype=np.int32)),
+            token_ids=upload(np.concatenate([state.token_ids for state in penalised])),
+            counts=upload(np.concatenate([state.counts for state in penalised])),
             repetition=upload(np.array([state.params.repetition_penalty for state in penalised], np.float32)),
             presence=upload(np.array([state.params.presence_penalty for state in penalised], np.float32)),
             frequency=upload(np.array([state.params.frequency_penalty for state in penalised], np.float32)),
@@ -209,13 +228,6 @@ class SamplingState(Generic[Array]):
                 with_callback=_indices_in(rows, self._with_callback),
             )
         return self._selection
-
-    def _penalties_of(self, admission: Admission) -> _Penalised:
-        token_ids = np.frombuffer(admission.token_ids, np.int32)
-        prompt = np.zeros(self._vocab_size, np.bool_)
-        prompt[token_ids[: admission.prompt_length]] = True
-        counts = np.bincount(token_ids[admission.prompt_length :], minlength=self._vocab_size)
-        return _Penalised(prompt, counts.astype(np.int32), admission.params)
 
     def _bias_of(self, admission: Admission) -> _Biased:
         params = admission.params

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 
@@ -8,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from minipaged.errors import RequestFailedError
-from minipaged.ops.base import HostArray
+from minipaged.ops.base import HostArray, Penalties
 from minipaged.params import SamplingParams
 from minipaged.sampling import SamplingState
 from minipaged.step import Admission
@@ -82,6 +83,15 @@ def test_the_same_rows_with_another_sequence_in_one() -> None:
     assert state.penalties(rows) is None
 
 
+def entries(penalties: Penalties[HostArray]) -> list[dict[int, int]]:
+    """Token id -> count of each row."""
+    starts, token_ids, counts = (a.tolist() for a in (penalties.starts, penalties.token_ids, penalties.counts))
+    assert starts[-1] == len(token_ids) == len(counts)
+    rows = [dict(zip(token_ids[i:j], counts[i:j], strict=True)) for i, j in itertools.pairwise(starts)]
+    assert sum(map(len, rows)) == len(token_ids), "a token has two entries"
+    return rows
+
+
 def test_penalties_count_the_output_and_mark_the_prompt() -> None:
     penalised = SamplingParams(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-1)
     state = state_of(admission(0, SamplingParams()), admission(3, penalised, prompt=[1, 1, 4], output=[4, 6]))
@@ -90,8 +100,7 @@ def test_penalties_count_the_output_and_mark_the_prompt() -> None:
     penalties = state.penalties(int32(0, 3))
     assert penalties is not None
     assert penalties.rows.tolist() == [1]
-    assert np.flatnonzero(penalties.prompt[0]).tolist() == [1, 4]
-    assert penalties.counts.tolist() == [[0, 1, 0, 0, 1, 0, 2, 0, 0, 0, 0, 0]]
+    assert entries(penalties) == [{1: 1, 4: 1, 6: 2}]
     assert (penalties.repetition[0], penalties.presence[0], penalties.frequency[0]) == (1.5, 0.5, -1)
 
 
@@ -104,8 +113,21 @@ def test_counts_are_the_same_after_a_preemption() -> None:
     first, second = appended.penalties(int32(0)), readmitted.penalties(int32(0))
     assert first is not None
     assert second is not None
-    np.testing.assert_array_equal(first.counts, second.counts)
-    np.testing.assert_array_equal(first.prompt, second.prompt)
+    assert entries(first) == entries(second) == [{1: 0, 2: 0, 7: 2, 8: 1}]
+
+
+def test_penalties_of_several_rows_follow_each_other() -> None:
+    params = SamplingParams(repetition_penalty=1.5)
+    state = state_of(*(admission(row, params, prompt=range(row + 1)) for row in range(3)))
+    penalties = state.penalties(int32(2, 0, 1))
+    assert penalties is not None
+    assert penalties.rows.tolist() == [0, 1, 2]
+    assert entries(penalties) == [{0: 0, 1: 0, 2: 0}, {0: 0}, {0: 0, 1: 0}]
+    state.append(int32(0, 1), int32(5, 0))  # what was handed out stays as it was
+    assert entries(penalties) == [{0: 0, 1: 0, 2: 0}, {0: 0}, {0: 0, 1: 0}]
+    later = state.penalties(int32(0, 1))
+    assert later is not None
+    assert entries(later) == [{0: 0, 5: 1}, {0: 1, 1: 0}]
 
 
 def biases(

@@ -59,5 +59,5 @@ class Llama(Generic[Array, Weight]):
         return self.ops.linear(attended, layer.output, layer.output_bias)
 
     def _mlp(self, layer: LayerWeights[Array, Weight], x: Array) -> Array:
-        gate_up = self.ops.linear(x, layer.gate_up, layer.gate_up_bias)
-        return self.ops.linear(self.ops.silu_and_mul(gate_up), layer.down, layer.down_bias)
+        activated = self.ops.gated_linear(x, layer.gate_up, layer.gate_up_bias)
+        return self.ops.linear(activated, layer.down, layer.down_bias)

@@ -35,7 +35,7 @@ class LayerWeights(Generic[Array, Weight]):
     post_attention_norm: Array
     """[hidden]"""
     gate_up: Weight
-    """[2 intermediate, hidden]: gate and up stacked."""
+    """[2 intermediate, hidden]: gate and up, for `gated_linear`."""
     gate_up_bias: Array | None
     down: Weight
     """[hidden, intermediate]"""
@@ -76,7 +76,8 @@ def load_weights(
 def _load_layer(load: _Loader[Array, Weight], config: ModelConfig, layer: str) -> LayerWeights[Array, Weight]:
     attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
     qkv = [f"{attention}.{name}_proj" for name in "qkv"]
-    output, gate_up, down = f"{attention}.o_proj", [f"{mlp}.gate_proj", f"{mlp}.up_proj"], f"{mlp}.down_proj"
+    output, down = f"{attention}.o_proj", f"{mlp}.down_proj"
+    gate, up = f"{mlp}.gate_proj", f"{mlp}.up_proj"
     return LayerWeights(
         input_norm=load.norm(f"{layer}.input_layernorm"),
         qkv=load.matrix(*qkv),
@@ -86,8 +87,8 @@ def _load_layer(load: _Loader[Array, Weight], config: ModelConfig, layer: str) -
         output=load.matrix(output),
         output_bias=load.bias(output) if config.attention_output_bias else None,
         post_attention_norm=load.norm(f"{layer}.post_attention_layernorm"),
-        gate_up=load.matrix(*gate_up),
-        gate_up_bias=load.bias(*gate_up) if config.mlp_bias else None,
+        gate_up=load.gate_up(gate, up),
+        gate_up_bias=load.gate_up_bias(gate, up) if config.mlp_bias else None,
         down=load.matrix(down),
         down_bias=load.bias(down) if config.mlp_bias else None,
     )
@@ -106,17 +107,23 @@ class _Loader(Generic[Array, Weight]):
         self._total = sum(checkpoint.tensors[name].num_bytes for name in expected_shapes(config))
 
     def matrix(self, *modules: str) -> Weight:
-        return self._upload(self._ops.load_matrix, modules, "weight")
+        return self._load(self._ops.load_matrix, modules, "weight")
+
+    def gate_up(self, gate: str, up: str) -> Weight:
+        return self._load(lambda tensors: self._ops.load_gate_up(*tensors), [gate, up], "weight")
+
+    def gate_up_bias(self, gate: str, up: str) -> Array:
+        return self._load(lambda tensors: self._ops.load_gate_up_bias(*tensors), [gate, up], "bias")
 
     def norm(self, module: str) -> Array:
-        return self._upload(self._ops.load_vector, [module], "weight")
+        return self._load(self._ops.load_vector, [module], "weight")
 
     def bias(self, *modules: str) -> Array:
-        return self._upload(self._ops.load_vector, modules, "bias")
+        return self._load(self._ops.load_vector, modules, "bias")
 
-    def _upload(self, upload: Callable[[Sequence[HostTensor]], T], modules: Sequence[str], kind: str) -> T:
+    def _load(self, load: Callable[[Sequence[HostTensor]], T], modules: Sequence[str], kind: str) -> T:
         tensors = [self._checkpoint.tensor(f"{module}.{kind}") for module in modules]
-        uploaded = upload(tensors)
+        loaded = load(tensors)
         self._done += sum(tensor.rows.nbytes for tensor in tensors)
         self._progress("Loading weights", self._done, self._total)
-        return uploaded
+        return loaded

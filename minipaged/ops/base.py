@@ -75,14 +75,16 @@ class PendingCopy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Penalties(Generic[Array]):
-    """Rows of the logits that the tokens so far change; P of them."""
+    """Rows of the logits that the tokens so far change, P of them, and an entry for each such token, E in all."""
 
     rows: Array
     """int32 [P]: indices into N."""
-    prompt: Array
-    """bool [P, vocab_size]: token occurs in the prompt."""
+    starts: Array
+    """int32 [P + 1]: entries [starts[p], starts[p + 1]) are row p's."""
+    token_ids: Array
+    """int32 [E]: tokens of the prompt or the output, distinct within a row."""
     counts: Array
-    """int32 [P, vocab_size]: occurrences in the output."""
+    """int32 [E]: occurrences in the output; 0: in the prompt only."""
     repetition: Array
     """float32 [P]"""
     presence: Array
@@ -157,6 +159,12 @@ class Ops(Protocol[Array, Weight]):
     def load_vector(self, tensors: Sequence[HostTensor]) -> Array:
         """Vectors concatenated, float32."""
 
+    def load_gate_up(self, gate: HostTensor, up: HostTensor) -> Weight:
+        """The two matrices [I, in] of `gated_linear`, in whatever order of rows suits it."""
+
+    def load_gate_up_bias(self, gate: HostTensor, up: HostTensor) -> Array:
+        """Their biases [I], float32, in the same order."""
+
     def load_rope(self, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> Array:
         """Rotation table from cos and sin, float32 [max_model_len, head_dim / 2] each."""
 
@@ -186,6 +194,12 @@ class Ops(Protocol[Array, Weight]):
     def linear(self, x: Array, weight: Weight, bias: Array | None) -> Array:
         """[T, in] @ [out, in].T + [out] -> [T, out]"""
 
+    def gated_linear(self, x: Array, gate_up: Weight, bias: Array | None) -> Array:
+        """silu(x @ gate.T + gate's bias) * (x @ up.T + up's bias), [T, in] -> [T, I]; arXiv:2002.05202.
+
+        silu(z) = z / (1 + exp(-z)). `gate_up` and `bias` are what `load_gate_up` and `load_gate_up_bias` returned.
+        """
+
     def rope_and_cache(
         self,
         qkv: Array,
@@ -211,9 +225,6 @@ class Ops(Protocol[Array, Weight]):
         query [T, num_query_heads, head_dim] -> [T, num_query_heads * head_dim]; query head h reads KV head
         h // (num_query_heads / num_kv_heads). Slots after the position hold anything, NaN included, and are not read.
         """
-
-    def silu_and_mul(self, gate_up: Array) -> Array:
-        """[T, 2 I] -> silu(first half) * second half, [T, I]"""
 
     def take(self, x: Array, indices: Array) -> Array:
         """Rows of x."""

@@ -118,6 +118,10 @@ class CpuOps(HostArrays):
         """Packed in its own precision."""
         return pack(tensors)
 
+    def load_gate_up(self, gate: HostTensor, up: HostTensor) -> PackedMatrix:
+        """Packed in its own precision, the gate's rows first."""
+        return pack([gate, up])
+
     def load_rope(self, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> Array:
         """float32 [max_model_len, head_dim]: a row's cosines, then its sines."""
         return np.ascontiguousarray(np.concatenate([cos, sin], axis=1), np.float32)
@@ -267,6 +271,12 @@ class CpuOps(HostArrays):
         self._emit(output, **fields)
         return output
 
+    def gated_linear(self, x: Array, gate_up: PackedMatrix, bias: Array | None) -> Array:
+        """One product, then the activation and, where a quantised product follows, quantisation."""
+        products = self.linear(x, gate_up, bias)
+        rows, width = len(products), gate_up.out_features // 2
+        return self._emit_rows(self._empty((rows, width)), op=SILU_MUL, rows=rows, out=width, input=_address(products))
+
     def _quantise(self, x: Array) -> _Quantised:
         """The quantised form of x, made by the command that makes x if there is one that can."""
         span = _span(x)
@@ -333,11 +343,6 @@ class CpuOps(HostArrays):
             **_cache_fields(cache, layer),
         )
         return output
-
-    def silu_and_mul(self, gate_up: Array) -> Array:
-        """And quantisation where a quantised product follows."""
-        rows, width = len(gate_up), gate_up.shape[1] // 2
-        return self._emit_rows(self._empty((rows, width)), op=SILU_MUL, rows=rows, out=width, input=_address(gate_up))
 
     def take(self, x: Array, indices: Array) -> Array:
         """Rows of x; within a recorded function, those that sample."""

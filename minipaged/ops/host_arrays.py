@@ -34,6 +34,10 @@ class HostArrays:
         """float32, concatenated."""
         return np.concatenate([tensor.float32() for tensor in tensors])
 
+    def load_gate_up_bias(self, gate: HostTensor, up: HostTensor) -> Array:
+        """float32 [2 I], the gate's first."""
+        return self.load_vector([gate, up])
+
     def allocate_cache(self, shape: CacheShape, dtype: str) -> Array:
         """Zeros [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
         return np.zeros(_dimensions(shape), _kv_dtype(dtype))

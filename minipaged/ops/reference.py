@@ -39,6 +39,10 @@ class ReferenceOps(HostArrays):
             start += tensor.shape[0]
         return stacked
 
+    def load_gate_up(self, gate: HostTensor, up: HostTensor) -> Matrix:
+        """float32 [2 I, in], the gate's rows first."""
+        return self.load_matrix([gate, up])
+
     def load_rope(self, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> Array:
         """float32 [2, max_model_len, head_dim / 2]."""
         return np.stack([cos, sin])
@@ -68,6 +72,13 @@ class ReferenceOps(HostArrays):
             for row, result in zip(rows, y, strict=True):
                 np.matmul(weight, row, out=result)
         return y if bias is None else y + float32(bias)
+
+    @np.errstate(all="ignore")
+    def gated_linear(self, x: Array, gate_up: Matrix, bias: Array | None) -> Array:
+        """gate / (1 + exp(-gate)) * up."""
+        gate, up = np.split(float32(self.linear(x, gate_up, bias)), 2, axis=1)
+        silu: NDArray[np.float32] = gate / (1 + np.exp(-gate))
+        return silu * up
 
     @np.errstate(all="ignore")
     def rope_and_cache(
@@ -123,14 +134,6 @@ class ReferenceOps(HostArrays):
                 scores = scale * (q[t] @ k[:, first:stop].swapaxes(1, 2))
                 attended[t] = _softmax(scores) @ v[:, first:stop]
         return attended.reshape(num_tokens, num_query_heads * head_dim)
-
-    @np.errstate(all="ignore")
-    def silu_and_mul(self, gate_up: Array) -> Array:
-        """gate / (1 + exp(-gate)) * up."""
-        half = gate_up.shape[1] // 2
-        gate, up = float32(gate_up)[:, :half], float32(gate_up)[:, half:]
-        silu: NDArray[np.float32] = gate / (1 + np.exp(-gate))
-        return silu * up
 
     def take(self, x: Array, indices: Array) -> Array:
         """x[indices]."""

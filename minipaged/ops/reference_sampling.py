@@ -30,15 +30,17 @@ def adjust_logits(logits: Logits, penalties: Penalties[Array] | None, bias: Bias
     """
     adjusted = logits.copy()
     if penalties is not None:
-        rows = penalties.rows.astype(np.intp)
-        counts = penalties.counts.astype(np.int32, copy=False)
-        in_output = counts > 0
-        x = adjusted[rows]
-        repetition = _column(penalties.repetition)
-        repeated = np.where(x > 0, x / repetition, x * repetition)
-        x = np.where(penalties.prompt.astype(np.bool_, copy=False) | in_output, repeated, x)
-        x = x - _column(penalties.frequency) * counts.astype(np.float32)
-        adjusted[rows] = x - _column(penalties.presence) * in_output
+        starts = penalties.starts.astype(np.intp)
+        of_entry = np.repeat(np.arange(len(penalties.rows)), starts[1:] - starts[:-1])
+        repetition, presence, frequency = (
+            per_row.astype(np.float32)[of_entry]
+            for per_row in (penalties.repetition, penalties.presence, penalties.frequency)
+        )
+        counts = penalties.counts.astype(np.float32)
+        entries = (penalties.rows.astype(np.intp)[of_entry], penalties.token_ids.astype(np.intp))
+        x = adjusted[entries]
+        x = np.where(x > 0, x / repetition, x * repetition)
+        adjusted[entries] = x - frequency * counts - presence * (counts > 0)
     if bias is not None:
         index = (bias.rows.astype(np.intp), bias.token_ids.astype(np.intp))
         np.add.at(adjusted, index, bias.values.astype(np.float32))
@@ -162,7 +164,3 @@ def _largest(logits: Logits, count: int) -> Ids:
     equal = np.flatnonzero(logits == threshold)
     keep[equal[: count - np.count_nonzero(keep)]] = True
     return np.flatnonzero(keep)
-
-
-def _column(per_row: Array) -> NDArray[np.float32]:
-    return per_row.astype(np.float32)[:, None]

@@ -60,13 +60,6 @@ class Kernels:
         self.kernel("rms_norm")((num_tokens,), (threads,), arguments, execution=self.execution)
         return normed, hidden if total is None else total
 
-    def silu_and_mul(self, gate_up: Array) -> Array:
-        num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = poisoned((num_tokens, size), self.dtype)
-        grid = (num_tokens, -(-size // (256 * vectors_of(self.dtype))))
-        self.kernel("silu_and_mul")(grid, (256,), (gate_up, out, np.int32(size)), execution=self.execution)
-        return out
-
     def rope_and_cache(
         self,
         qkv: Array,

@@ -32,14 +32,6 @@ def run_rms_norm(module: Module, execution: Execution) -> None:
     np.testing.assert_allclose(normed.astype(np.float32), expected, rtol=2e-3, atol=1e-4)
 
 
-def run_silu_and_mul(module: Module, execution: Execution) -> None:
-    gate_up = RNG(0).standard_normal((3, 2 * SIZE)).astype(np.float16)
-    out = poisoned((3, SIZE), np.float16)
-    module.kernels["silu_and_mul"]((3, 1), (256,), (gate_up, out, np.int32(SIZE)), execution=execution)
-    gate, up = np.split(gate_up.astype(np.float32), 2, axis=1)
-    np.testing.assert_allclose(out.astype(np.float32), gate / (1 + np.exp(-gate)) * up, rtol=2e-3, atol=1e-4)
-
-
 def run_embed(module: Module, execution: Execution) -> None:
     table = RNG(0).standard_normal((7, SIZE)).astype(np.float16)
     indices, out = np.array([6, 0, 3], np.int32), poisoned((3, SIZE), np.float16)
@@ -104,7 +96,6 @@ def run_attention(module: Module, execution: Execution) -> None:
 
 RUNS: dict[str, Callable[[Module, Execution], None]] = {
     "rms_norm": run_rms_norm,
-    "silu_and_mul": run_silu_and_mul,
     "embed": run_embed,
     "rope_and_cache": run_rope_and_cache,
     "copy_blocks": run_copy_blocks,
@@ -199,18 +190,6 @@ FAULTS = [
     ),
     Fault("rms_norm", "misaligned row", "(hidden + start)[i]", "(hidden + start + 4)[i]", "misaligned"),
     Fault("rms_norm", "all rows write one", "(normed + start)[i] = row", "(normed)[i] = row", "race in argument 3"),
-    Fault("silu_and_mul", "no guard", "if (i >= size) return;", "", "past the end of argument"),
-    Fault("silu_and_mul", "guard too late", "i >= size", "i > size", "past the end of argument"),
-    Fault(
-        "silu_and_mul", "gate and up swapped", "to_float(gate.elements[j])", "to_float(row.elements[j])", WRONG_NUMBERS
-    ),
-    Fault(
-        "silu_and_mul",
-        "32 bits where 64 are meant, overflowing",
-        "static_cast<long long>(blockIdx.x) * 2 * size",
-        "(static_cast<int>(blockIdx.x) + 1 << 24) * 2 * size",
-        "signed multiplication overflows",
-    ),
     Fault("embed", "index shifted", "indices[blockIdx.x]", "indices[blockIdx.x + 1]", "past the end of argument"),
     Fault(
         "embed",

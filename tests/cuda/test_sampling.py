@@ -73,16 +73,18 @@ def adjust_logits(
     adjusted = logits.copy()
     if penalties is not None:
         kernel("penalise", checked=checked)(
-            [-(-vocab_size // THREADS), len(penalties.rows)],
+            [-(-len(penalties.token_ids) // THREADS)],
             [THREADS],
             [
                 adjusted,
                 penalties.rows,
-                penalties.prompt,
+                penalties.starts,
+                penalties.token_ids,
                 penalties.counts,
                 penalties.repetition,
                 penalties.presence,
                 penalties.frequency,
+                np.int32(len(penalties.rows)),
                 np.int32(vocab_size),
             ],
         )
@@ -152,11 +154,12 @@ def random_adjustments(
     generator: np.random.Generator, num_rows: int, vocab_size: int
 ) -> tuple[Penalties[Array], Bias[Array]]:
     penalised = generator.permutation(num_rows)[: generator.integers(1, num_rows + 1)].astype(np.int32)
-    shape = (len(penalised), vocab_size)
+    tokens = [generator.permutation(vocab_size)[: generator.integers(1, vocab_size + 1)] for _ in penalised]
     penalties: Penalties[Array] = Penalties(
         rows=penalised,
-        prompt=generator.random(shape) < 0.2,
-        counts=np.maximum(generator.integers(-5, 4, shape), 0).astype(np.int32),
+        starts=np.cumsum([0, *map(len, tokens)], dtype=np.int32),
+        token_ids=np.concatenate(tokens).astype(np.int32),
+        counts=np.maximum(generator.integers(-2, 4, sum(map(len, tokens))), 0).astype(np.int32),
         repetition=generator.uniform(0.5, 2, len(penalised)).astype(np.float32),
         presence=generator.uniform(-2, 2, len(penalised)).astype(np.float32),
         frequency=generator.uniform(-2, 2, len(penalised)).astype(np.float32),

@@ -9,13 +9,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from minipaged.ops.cpu import CpuOps
+from minipaged.ops.cpu_packing import PackedMatrix
+from tests.ops.encoded import float_tensor
 
+Float32 = NDArray[np.float32]
 SIZES = st.integers(1, 80)
 TOKENS = st.integers(1, 9)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def normal(generator: np.random.Generator, *shape: int) -> NDArray[np.float32]:
+def normal(generator: np.random.Generator, *shape: int) -> Float32:
     return generator.standard_normal(shape, dtype=np.float32)
 
 
@@ -35,22 +38,29 @@ def test_rms_norm(cpu: CpuOps, tokens: int, size: int, has_residual: bool, scale
     assert normed.dtype == total.dtype == np.float32
 
 
+def load_gate_up(cpu: CpuOps, gate: Float32, up: Float32) -> PackedMatrix:
+    return cpu.load_gate_up(float_tensor("F32", gate), float_tensor("F32", up))
+
+
 @given(tokens=TOKENS, size=SIZES, scale=st.sampled_from([1.0, 30.0, 1e4]), seed=SEEDS)
-def test_silu_and_mul(cpu: CpuOps, tokens: int, size: int, scale: float, seed: int) -> None:
-    gate_up = normal(np.random.default_rng(seed), tokens, 2 * size) * np.float32(scale)
-    gate, up = gate_up[:, :size].astype(np.float64), gate_up[:, size:].astype(np.float64)
-    expected = gate * (1 + np.tanh(gate / 2)) / 2 * up  # the logistic function written without overflow
-    result = cpu.silu_and_mul(gate_up)
+def test_gated_linear(cpu: CpuOps, tokens: int, size: int, scale: float, seed: int) -> None:
+    """Of a unit matrix, so that the products are exact; those of others: test_cpu_linear.py."""
+    gate, up = normal(np.random.default_rng(seed), 2, tokens, size) * np.float32(scale)
+    result = cpu.gated_linear(np.eye(tokens, dtype=np.float32), load_gate_up(cpu, gate.T, up.T), None)
     assert result.dtype == np.float32
+    gate, up = gate.astype(np.float64), up.astype(np.float64)
+    expected = gate * (1 + np.tanh(gate / 2)) / 2 * up  # the logistic function written without overflow
     np.testing.assert_allclose(cpu.download(result), expected, rtol=1e-5, atol=1e-9 * scale**2)
 
 
 def test_silu_everywhere(cpu: CpuOps) -> None:
     """To a few units in the last place where the result is a normal number, at 100,000 gates."""
     gate = np.concatenate([np.linspace(-86, 100, 80000), np.geomspace(1e-30, 1, 20000)]).astype(np.float32)
-    gate_up = np.concatenate([gate, np.ones_like(gate)])[None]
+    weight = load_gate_up(cpu, gate[:, None], np.zeros_like(gate)[:, None])
+    bias = cpu.load_gate_up_bias(*(float_tensor("F32", values) for values in (np.zeros_like(gate), np.ones_like(gate))))
+    result = cpu.download(cpu.gated_linear(np.ones((1, 1), np.float32), weight, bias))
     exact = gate.astype(np.float64) / (1 + np.exp(-gate.astype(np.float64)))
-    np.testing.assert_allclose(cpu.download(cpu.silu_and_mul(gate_up))[0], exact, rtol=1e-6)
+    np.testing.assert_allclose(result[0], exact, rtol=1e-6)
 
 
 @given(tokens=TOKENS, size=SIZES, seed=SEEDS, data=st.data())
@@ -69,7 +79,10 @@ def test_a_row_does_not_depend_on_the_others(
     normed_alone, total_alone = other.rms_norm(x[row : row + 1, :size].copy(), weight, 1e-5, residual[row, None, :size])
     assert normed_alone.tobytes() == normed[row].tobytes()
     assert total_alone.tobytes() == total[row].tobytes()
-    assert other.silu_and_mul(x[row : row + 1]).tobytes() == cpu.silu_and_mul(x)[row].tobytes()
+    gate_up = load_gate_up(cpu, *normal(generator, 2, 3, 2 * size))
+    assert (
+        other.gated_linear(x[row, None], gate_up, None).tobytes() == cpu.gated_linear(x, gate_up, None)[row].tobytes()
+    )
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
@@ -77,6 +90,7 @@ def test_a_row_does_not_depend_on_the_others(
 def test_nan_and_infinity_stay_in_their_row_and_do_not_vanish(cpu: CpuOps, poison: float, size: int) -> None:
     generator = np.random.default_rng(0)
     x, weight = normal(generator, 3, 2 * size), normal(generator, size)
+    gate_up = load_gate_up(cpu, *normal(generator, 2, size, 2 * size))
     poisoned = x.copy()
     poisoned[1, size - 1] = poison
     for clean, dirty in [
@@ -84,7 +98,7 @@ def test_nan_and_infinity_stay_in_their_row_and_do_not_vanish(cpu: CpuOps, poiso
             cpu.rms_norm(x[:, :size].copy(), weight, 1e-5, None)[0],
             cpu.rms_norm(poisoned[:, :size].copy(), weight, 1e-5, None)[0],
         ),
-        (cpu.silu_and_mul(x), cpu.silu_and_mul(poisoned)),
+        (cpu.gated_linear(x, gate_up, None), cpu.gated_linear(poisoned, gate_up, None)),
     ]:
         np.testing.assert_array_equal(clean[[0, 2]], dirty[[0, 2]])
         assert not np.isfinite(cpu.download(dirty)[1, size - 1])

@@ -91,14 +91,22 @@ def test_rms_norm(tokens: int, size: int, has_residual: bool, scale: float, seed
     assert normed.dtype == total.dtype == np.float32
 
 
-@given(tokens=SIZES, size=SIZES, scale=st.sampled_from([1.0, 30.0, 1e4]), seed=SEEDS)
-def test_silu_and_mul(tokens: int, size: int, scale: float, seed: int) -> None:
-    gate_up = normal(np.random.default_rng(seed), tokens, 2 * size) * np.float32(scale)
-    gate, up = gate_up[:, :size].astype(np.float64), gate_up[:, size:].astype(np.float64)
-    expected = gate * (1 + np.tanh(gate / 2)) / 2 * up  # the logistic function written without overflow
-    result = OPS.silu_and_mul(gate_up)
+@given(
+    tokens=SIZES, inner=SIZES, size=SIZES, has_bias=st.booleans(), scale=st.sampled_from([1.0, 30.0, 1e4]), seed=SEEDS
+)
+def test_gated_linear(tokens: int, inner: int, size: int, has_bias: bool, scale: float, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    x, weights = normal(generator, tokens, inner) * np.float32(scale), normal(generator, 2, size, inner)
+    biases = normal(generator, 2, size) * np.float32(scale)
+    weight = OPS.load_gate_up(*map(host_tensor, weights))
+    bias = OPS.load_gate_up_bias(*map(host_tensor, biases))
+    assert bias.dtype == np.float32
+    result = OPS.gated_linear(x, weight, bias if has_bias else None)
     assert result.dtype == np.float32
-    np.testing.assert_allclose(OPS.download(result), expected, rtol=1e-5, atol=1e-9 * scale**2)
+
+    gate, up = x.astype(np.float64) @ weights.swapaxes(1, 2) + (biases[:, None] if has_bias else 0)
+    expected = gate * (1 + np.tanh(gate / 2)) / 2 * up  # the logistic function written without overflow
+    np.testing.assert_allclose(OPS.download(result), expected, rtol=1e-5, atol=1e-5 * scale**2)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
@@ -110,7 +118,7 @@ def test_nan_and_infinity_stay_in_their_row(poison: float) -> None:
     for clean, dirty in [
         (OPS.linear(x, weight, None), OPS.linear(poisoned, weight, None)),
         (OPS.rms_norm(x, weight[0], 1e-5, None)[0], OPS.rms_norm(poisoned, weight[0], 1e-5, None)[0]),
-        (OPS.silu_and_mul(x), OPS.silu_and_mul(poisoned)),
+        (OPS.gated_linear(x, weight, None), OPS.gated_linear(poisoned, weight, None)),
     ]:
         np.testing.assert_array_equal(clean[[0, 2]], dirty[[0, 2]])
         assert not np.isfinite(OPS.download(dirty)[1]).any()

@@ -297,10 +297,12 @@ def test_adjusted_logits(data: st.DataObject) -> None:
     for row, t, value in biases:
         expected[row][t] += value
 
+    tokens = [data.draw(st.permutations(sorted({*prompt, *output}))) for prompt, output in histories]
     penalties: Penalties[Array] = Penalties(
         rows=np.array(penalised, np.int32),
-        prompt=np.array([[t in prompt for t in range(vocab_size)] for prompt, _ in histories]).reshape(-1, vocab_size),
-        counts=np.array([np.bincount(o, minlength=vocab_size) for _, o in histories], np.int32).reshape(-1, vocab_size),
+        starts=np.cumsum([0, *map(len, tokens)], dtype=np.int32),
+        token_ids=np.array([t for row in tokens for t in row], np.int32),
+        counts=np.array([o.count(t) for row, (_, o) in zip(tokens, histories, strict=True) for t in row], np.int32),
         repetition=np.array([s[0] for s in settings], np.float32),
         presence=np.array([s[1] for s in settings], np.float32),
         frequency=np.array([s[2] for s in settings], np.float32),
@@ -326,8 +328,9 @@ def test_nothing_to_adjust_is_a_copy() -> None:
 def test_infinities_pass_through_penalties_without_a_warning() -> None:
     penalties: Penalties[Array] = Penalties(
         rows=np.array([0], np.int32),
-        prompt=np.ones((1, 3), np.bool_),
-        counts=np.zeros((1, 3), np.int32),
+        starts=np.array([0, 3], np.int32),
+        token_ids=np.arange(3, dtype=np.int32),
+        counts=np.zeros(3, np.int32),
         repetition=np.array([2.0], np.float32),
         presence=np.array([0.5], np.float32),
         frequency=np.array([0.5], np.float32),
