@@ -25,7 +25,7 @@ ROOMS = (
     ("kv", "models", "sampling", "text"),
     ("ops",),
     ("step",),
-    ("config", "settings", "request", "params", "output", "stats", "errors", "progress"),
+    ("config", "settings", "request", "params", "output", "stats", "errors", "progress", "user_cache"),
 )
 """From top to bottom, as in docs/architecture.md."""
 

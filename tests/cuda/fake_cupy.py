@@ -6,10 +6,12 @@ Names and meanings are CuPy's; what is not here, `ops/cuda.py` should not use. A
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import types
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -17,6 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from tests.cuda.emulated import Kernel, Module
 from tests.cuda.fake_gpu import CudaError, Gpu, OutOfMemoryError, Queue, Work
+from tests.cuda.fake_nvrtc import read_code
 
 HostArray = NDArray[np.generic]
 Shape = int | tuple[int, ...]
@@ -281,16 +284,17 @@ class Function:
 
     def __call__(
         self,
-        grid: Sequence[int],
-        block: Sequence[int],
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
         args: Sequence[DeviceArray | np.generic | bool | int | float | None],
         *,
         shared_mem: int = 0,
         stream: Stream | None = None,
     ) -> None:
         """Launch on a stream. Arguments and sizes are checked at once, all else when the kernel runs."""
+        assert isinstance(grid, tuple), "CuPy takes the grid as a tuple"
+        assert isinstance(block, tuple), "CuPy takes the block as a tuple"
         arguments = [argument._layout if isinstance(argument, DeviceArray) else argument for argument in args]
-        grid, block = tuple(grid), tuple(block)
         self._kernel.check(grid, block, arguments, shared_mem)
 
         def run() -> None:
@@ -307,10 +311,21 @@ class Function:
 class RawModule:
     """cupy.RawModule."""
 
-    def __init__(self, gpu: Gpu, code: str, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, gpu: Gpu, *, code: str | None = None, path: str | None = None, options: tuple[str, ...] = ()
+    ) -> None:
+        if (code is None) == (path is None):
+            raise TypeError("Exactly one of `code` and `path` keyword arguments must be given.")
         self._gpu = gpu
+        name = "module.cu"
+        if path is not None:
+            name, code, options = read_code(Path(path).read_bytes())
+        assert code is not None
         known = [option for option in options if option.startswith(("-D", "-I"))]
-        self._module = Module(code, "module.cu", known, checked=gpu.checked)
+        self._module = Module(code, name, known, checked=gpu.checked)
+
+    def compile(self) -> None:
+        """Done already."""
 
     def get_function(self, name: str) -> Function:
         kernel = self._module.kernels.get(name)
@@ -362,6 +377,7 @@ def fake_cupy(gpu: Gpu) -> dict[str, types.ModuleType]:
         streamCaptureModeThreadLocal=1,
         CUDARuntimeError=CudaError,
     )
+    driver = _module("cupy.cuda.driver", CUDADriverError=CudaError)
     memory = _module("cupy.cuda.memory", OutOfMemoryError=OutOfMemoryError)
     cuda = _module(
         "cupy.cuda",
@@ -371,6 +387,7 @@ def fake_cupy(gpu: Gpu) -> dict[str, types.ModuleType]:
         Device=lambda device=0: Device(gpu),
         alloc_pinned_memory=lambda size: PinnedMemory(gpu, size),
         get_current_stream=lambda: Stream(gpu, gpu.queue),
+        driver=driver,
         runtime=runtime,
         memory=memory,
     )
@@ -381,11 +398,11 @@ def fake_cupy(gpu: Gpu) -> dict[str, types.ModuleType]:
         empty=empty,
         zeros=zeros,
         asarray=asarray,
-        RawModule=lambda code, options=(), backend="nvrtc": RawModule(gpu, code, options),
+        RawModule=functools.partial(RawModule, gpu),
         get_default_memory_pool=lambda: pool,
         cuda=cuda,
     )
-    return {module.__name__: module for module in (cupy, cuda, runtime, memory)}
+    return {module.__name__: module for module in (cupy, cuda, driver, runtime, memory)}
 
 
 def _module(name: str, **contents: object) -> types.ModuleType:

@@ -1,8 +1,7 @@
-"""NVRTC through ctypes: compiles kernels as is done for a GPU, and reads what ptxas says of them. No GPU is needed."""
+"""What ptxas says of the kernels when NVRTC compiles them."""
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import re
 import tempfile
@@ -10,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from minipaged.ops.nvrtc import Nvrtc, find_toolkit
 from tests.cuda.compiler import cache
-from tests.cuda.toolchain import CUDA, headers, nvrtc_library
+from tests.cuda.toolchain import CUDA
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 """Compute capabilities, times ten, of Ampere, Ada, Hopper and Blackwell."""
@@ -37,10 +37,6 @@ class Budget:
     shared: int
 
 
-class NvrtcError(Exception):
-    """NVRTC does not take the source; the message is its log."""
-
-
 BUDGET = re.compile(r"^// Budget: (\S+): (\d+) registers, (\d+) bytes of shared memory$", re.MULTILINE)
 
 ENTRY = re.compile(
@@ -57,23 +53,16 @@ def budgets(source: str) -> dict[str, Budget]:
 
 def compile_for(source: str, name: str, options: Sequence[str], architecture: int) -> dict[str, Resources]:
     """The kernels of a source and what they take. Raises NvrtcError. What ptxas said is cached by content."""
-    flags = [
-        f"--gpu-architecture=sm_{architecture}",
-        "--std=c++17",
-        "--ptxas-options=-v",
-        f"--include-path={CUDA}",
-        f"--include-path={headers()}",
-        *options,
-    ]
-    library = nvrtc_library()
-    digest = hashlib.sha256(f"{library} {library.stat().st_size}".encode())
+    compiler = Nvrtc(find_toolkit(12))
+    flags = ["--ptxas-options=-v", f"--include-path={CUDA}", *options]
+    digest = hashlib.sha256(f"{compiler.version} {architecture}".encode())
     for part in (source, *flags, *(path.read_text(encoding="utf-8") for path in sorted(CUDA.glob("*.cuh")))):
         digest.update(part.encode() + b"\0")
     cached = cache() / f"{digest.hexdigest()[:24]}.log"
     if cached.exists():
         log = cached.read_text(encoding="utf-8")
     else:
-        log = _compile(library, source, name, flags)
+        log = compiler.compile(source, name, f"sm_{architecture}", flags).log
         with tempfile.NamedTemporaryFile("w", dir=cache(), delete=False, encoding="utf-8") as file:
             file.write(log)
         Path(file.name).replace(cached)
@@ -83,28 +72,3 @@ def compile_for(source: str, name: str, options: Sequence[str], architecture: in
         )
         for match in ENTRY.finditer(log)
     }
-
-
-def _compile(path: Path, source: str, name: str, options: Sequence[str]) -> str:
-    """The log."""
-    library = ctypes.CDLL(str(path))
-    program = ctypes.c_void_p()
-    given = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
-    _must(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None))
-    try:
-        failed = library.nvrtcCompileProgram(program, len(options), given)
-        size = ctypes.c_size_t()
-        _must(library.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
-        log = ctypes.create_string_buffer(size.value)
-        _must(library.nvrtcGetProgramLog(program, log))
-    finally:
-        library.nvrtcDestroyProgram(ctypes.byref(program))
-    text = log.value.decode()
-    if failed:
-        raise NvrtcError(text)
-    return text
-
-
-def _must(status: int) -> None:
-    if status:
-        raise NvrtcError(f"NVRTC returned error {status}")

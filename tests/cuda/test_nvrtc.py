@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from minipaged.ops.nvrtc import NvrtcError
 from tests.cuda.kernels import ELEMENTS
-from tests.cuda.nvrtc import ARCHITECTURES, NvrtcError, budgets, compile_for
+from tests.cuda.nvrtc import ARCHITECTURES, budgets, compile_for
 from tests.cuda.toolchain import CUDA
 
 FILES = sorted(CUDA.glob("*.cu"))

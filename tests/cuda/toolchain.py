@@ -33,11 +33,6 @@ def headers() -> Path:
     return _installed("cuda_runtime") / "include"
 
 
-def nvrtc_library() -> Path:
-    """NVRTC, the run-time compiler."""
-    return _installed("cuda_nvrtc") / "lib" / "libnvrtc.so.12"
-
-
 def _installed(package: str) -> Path:
     folder = _folder(package)
     if folder is None:
