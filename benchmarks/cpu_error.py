@@ -34,7 +34,7 @@ from minipaged.models.llama import Llama
 from minipaged.models.rope import rope_tables
 from minipaged.models.source import ModelSource, open_model
 from minipaged.models.weights import load_weights
-from minipaged.ops.base import Array, Batch, CacheShape, Ops, Weight
+from minipaged.ops.base import Array, Batch, CacheShape, HostArray, Ops, Weight
 from minipaged.ops.threads import default_num_threads
 
 BLOCK_SIZE = 16
@@ -65,15 +65,16 @@ def minipaged_logits(source: ModelSource, device: DeviceName, token_ids: Sequenc
         model = Llama(config, weights, ops, ops.load_rope(*rope_tables(config, length)))
         shape = CacheShape(num_blocks, config.num_layers, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
         everything = np.arange(length, dtype=np.int32)
-        batch = Batch(
-            token_ids=ops.upload(np.array(token_ids, np.int32)),
-            positions=ops.upload(everything),
-            slots=ops.upload(everything.astype(np.int64)),
-            query_starts=ops.upload(np.array([0, length], np.int32)),
-            rows=ops.upload(np.zeros(1, np.int32)),
-            block_tables=ops.upload(np.arange(num_blocks, dtype=np.int32)[None]),
-            sampled=ops.upload(everything),
+        host: Batch[HostArray] = Batch(
+            token_ids=np.array(token_ids, np.int32),
+            positions=everything,
+            slots=everything.astype(np.int64),
+            query_starts=np.array([0, length], np.int32),
+            rows=np.zeros(1, np.int32),
+            block_tables=np.arange(num_blocks, dtype=np.int32)[None],
+            sampled=everything,
         )
+        batch = ops.upload_batch(host, np.arange(num_blocks))
         cache = ops.allocate_cache(shape, ops.kv_dtype)
         logits = ops.download(model.logits(model.forward(batch, cache), batch)).copy()
         ops.close()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minipaged.step import Admission, Chunk, StepPlan
+from minipaged.step import Admission, Chunk, StepPlan, TableUpdate
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -79,15 +79,20 @@ class Rows:
         self._last_token = np.zeros(max_running, np.int32)
         self._decodes = np.zeros(max_running, np.bool_)
         self._tables = np.full((max_running, -(-max_model_len // block_size)), -1, np.int32)
-        self._table_width = 1
+        self._changed: list[Int64] = []
         self._decode_rows: tuple[int, ...] = ()
         self._decode_array = np.empty(0, np.int32)
         self._decode_starts = np.zeros(1, np.int32)
 
     @property
     def block_tables(self) -> Int32:
-        """int32 [max_running, width], where the width is at least that of the longest table so far; -1: no block."""
-        return self._tables[:, : self._table_width]
+        """int32 [max_running, blocks of the longest sequence there may be]; -1: no block. Always the same array."""
+        return self._tables
+
+    def changed_places(self) -> Int64:
+        """The places in `block_tables`, counted row after row, that were set since the last call."""
+        changed, self._changed = self._changed, []
+        return np.concatenate(changed) if changed else np.empty(0, np.int64)
 
     def admission(self, row: int) -> Admission:
         """Of the sequence that has the row."""
@@ -97,9 +102,8 @@ class Rows:
         """Apply the plan's admissions and table updates, lay out its tokens, and count them as computed."""
         for admission in plan.admissions:
             self._admit(admission)
-        for row, column, block in plan.table_updates:
-            self._tables[row, column] = block
-            self._widen(column + 1)
+        if plan.table_updates:
+            self._update_tables(plan.table_updates)
         decodes = self._prepare_decodes(plan.decode_rows)
         return self._with_chunks(decodes, plan.chunks) if plan.chunks else decodes
 
@@ -154,11 +158,13 @@ class Rows:
         self._decodes[row] = admission.num_computed == known - 1
         self._tables[row] = -1
         self._tables[row, : len(admission.blocks)] = admission.blocks
-        self._widen(len(admission.blocks))
+        start = row * self._tables.shape[1]
+        self._changed.append(np.arange(start, start + len(admission.blocks)))
 
-    def _widen(self, columns: int) -> None:
-        while self._table_width < columns:
-            self._table_width = min(2 * self._table_width, self._tables.shape[1])
+    def _update_tables(self, updates: Sequence[TableUpdate]) -> None:
+        rows, columns, blocks = np.array(updates, np.int64).T
+        self._tables[rows, columns] = blocks
+        self._changed.append(rows * self._tables.shape[1] + columns)
 
     def _prepare_decodes(self, decode_rows: tuple[int, ...]) -> StepArrays:
         if decode_rows is not self._decode_rows:

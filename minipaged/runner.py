@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from minipaged.config import EngineConfig
 from minipaged.errors import DeviceError, RequestFailedError
-from minipaged.ops.base import Array, Batch, Ops, PendingCopy, Sampled, Weight
+from minipaged.ops.base import Array, Batch, HostArray, Ops, PendingCopy, Sampled, Weight
 from minipaged.ops.reference_sampling import logprobs
 from minipaged.output import TokenLogprob
 from minipaged.rows import Int32, Rows, StepArrays
@@ -93,7 +93,6 @@ class Runner(Generic[Array, Weight]):
         self._sampling = SamplingState(
             ops.upload, max_running=config.max_running, vocab_size=vocab_size, eos_token_ids=eos_token_ids
         )
-        self._tables = ops.upload(self._rows.block_tables)
         self._failed: dict[int, Exception] = {}
         self._pending: list[tuple[int, PendingCopy]] = []
 
@@ -127,22 +126,20 @@ class Runner(Generic[Array, Weight]):
         for admission in plan.admissions:
             self._sampling.admit(admission)
             self._failed.pop(admission.row, None)
-        if plan.admissions or plan.table_updates:
-            self._tables = self._ops.upload(self._rows.block_tables)
         return arrays
 
     def upload(self, arrays: StepArrays) -> Batch[Array]:
         """The same on the device."""
-        upload = self._ops.upload
-        return Batch(
-            token_ids=upload(arrays.token_ids),
-            positions=upload(arrays.positions),
-            slots=upload(arrays.slots),
-            query_starts=upload(arrays.query_starts),
-            rows=upload(arrays.rows),
-            block_tables=self._tables,
-            sampled=upload(arrays.sampled),
+        batch: Batch[HostArray] = Batch(
+            token_ids=arrays.token_ids,
+            positions=arrays.positions,
+            slots=arrays.slots,
+            query_starts=arrays.query_starts,
+            rows=arrays.rows,
+            block_tables=self._rows.block_tables,
+            sampled=arrays.sampled,
         )
+        return self._ops.upload_batch(batch, self._rows.changed_places())
 
     # Blocks
 

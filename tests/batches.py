@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from minipaged.ops.base import Array, Batch, Ops, Weight
+from minipaged.ops.base import Array, Batch, HostArray, Ops, Weight
 
 NOWHERE = 2**30
 """A block number that must not be used: where a table says nothing yet."""
@@ -51,12 +51,13 @@ def make_batch(
     positions = [np.arange(span.start, span.start + len(span.token_ids), dtype=np.int32) for span in spans]
     slots = [slots_of(tables[span.row], where, block_size) for span, where in zip(spans, positions, strict=True)]
     counts = [len(span.token_ids) for span in spans]
-    return Batch(
-        token_ids=ops.upload(np.array([token for span in spans for token in span.token_ids], np.int32)),
-        positions=ops.upload(np.concatenate(positions)),
-        slots=ops.upload(np.concatenate(slots)),
-        query_starts=ops.upload(np.cumsum([0, *counts]).astype(np.int32)),
-        rows=ops.upload(np.array([span.row for span in spans], np.int32)),
-        block_tables=ops.upload(tables),
-        sampled=ops.upload(np.array(sampled, np.int32)),
+    host: Batch[HostArray] = Batch(
+        token_ids=np.array([token for span in spans for token in span.token_ids], np.int32),
+        positions=np.concatenate(positions),
+        slots=np.concatenate(slots),
+        query_starts=np.cumsum([0, *counts]).astype(np.int32),
+        rows=np.array([span.row for span in spans], np.int32),
+        block_tables=tables,
+        sampled=np.array(sampled, np.int32),
     )
+    return ops.upload_batch(host, np.arange(tables.size))

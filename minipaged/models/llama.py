@@ -42,7 +42,7 @@ class Llama(Generic[Array, Weight]):
 
     def logits(self, hidden: Array, batch: Batch[Array]) -> Array:
         """Logits of the tokens that sample, float32 [N, vocab_size]; the head runs on those rows only."""
-        return self.ops.linear(self.ops.take(hidden, batch.sampled), self.weights.head, None)
+        return self.ops.logits(self.ops.take(hidden, batch.sampled), self.weights.head)
 
     def _attention(
         self, index: int, layer: LayerWeights[Array, Weight], x: Array, batch: Batch[Array], cache: Array

@@ -177,6 +177,14 @@ class Ops(Protocol[Array, Weight]):
     def upload(self, array: HostArray) -> Array:
         """A host array, on the device."""
 
+    def upload_batch(self, batch: Batch[HostArray], changed: NDArray[np.int64]) -> Batch[Array]:
+        """A step's batch, on the device, by one copy. It is valid, as all that is computed from it, until the next.
+
+        `batch.block_tables` is the same array in every call. `changed` are the places in it, counted row after row,
+        whose values differ from the call before; at first none do from -1. Nothing in the batch may be written to
+        while it is valid, except places of `block_tables` that it does not use.
+        """
+
     def download(self, array: Array) -> NDArray[np.float32]:
         """A float32 device array, on the host."""
 
@@ -193,6 +201,9 @@ class Ops(Protocol[Array, Weight]):
 
     def linear(self, x: Array, weight: Weight, bias: Array | None) -> Array:
         """[T, in] @ [out, in].T + [out] -> [T, out]"""
+
+    def logits(self, x: Array, head: Weight) -> Array:
+        """[N, hidden] @ [vocab_size, hidden].T -> [N, vocab_size], float32 on every device."""
 
     def gated_linear(self, x: Array, gate_up: Weight, bias: Array | None) -> Array:
         """silu(x @ gate.T + gate's bias) * (x @ up.T + up's bias), [T, in] -> [T, I]; arXiv:2002.05202.

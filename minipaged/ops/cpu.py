@@ -271,6 +271,10 @@ class CpuOps(HostArrays):
         self._emit(output, **fields)
         return output
 
+    def logits(self, x: Array, head: PackedMatrix) -> Array:
+        """A product like the others."""
+        return self.linear(x, head, None)
+
     def gated_linear(self, x: Array, gate_up: PackedMatrix, bias: Array | None) -> Array:
         """One product, then the activation and, where a quantised product follows, quantisation."""
         products = self.linear(x, gate_up, bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -50,6 +51,10 @@ class HostArrays:
     def upload(self, array: HostArray) -> Array:
         """A copy, so that the caller may reuse its buffer."""
         return array.copy()
+
+    def upload_batch(self, batch: Batch[HostArray], changed: NDArray[np.int64]) -> Batch[Array]:
+        """The batch itself: a step has read it when the next is prepared."""
+        return cast(Batch[Array], batch)
 
     def download(self, array: Array) -> NDArray[np.float32]:
         """A copy, so that the caller may write to it."""

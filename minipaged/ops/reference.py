@@ -73,6 +73,10 @@ class ReferenceOps(HostArrays):
                 np.matmul(weight, row, out=result)
         return y if bias is None else y + float32(bias)
 
+    def logits(self, x: Array, head: Matrix) -> Array:
+        """x @ head.T."""
+        return self.linear(x, head, None)
+
     @np.errstate(all="ignore")
     def gated_linear(self, x: Array, gate_up: Matrix, bias: Array | None) -> Array:
         """gate / (1 + exp(-gate)) * up."""
@@ -119,7 +123,7 @@ class ReferenceOps(HostArrays):
         q = float32(query).reshape(num_tokens, num_kv_heads, num_query_heads // num_kv_heads, head_dim)
         positions = _indices(batch.positions)
         starts = _indices(batch.query_starts)
-        tables = _indices(batch.block_tables)[_indices(batch.rows)]
+        tables = _indices(batch.block_tables[_indices(batch.rows)])
 
         attended = np.empty_like(q)
         for start, end, table in zip(starts[:-1], starts[1:], tables, strict=True):
