@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from minipaged.config import EngineConfig
 from minipaged.errors import DeviceError
 from minipaged.ops.base import Array, Ops, Weight
+from minipaged.ops.cuda_modules import check_architecture
+from minipaged.ops.nvidia_driver import Gpu, NoGpuError, find_gpu
+from minipaged.ops.nvrtc import find_toolkit
 from minipaged.ops.reference import ReferenceOps
 from minipaged.ops.threads import default_num_threads
+
+if TYPE_CHECKING:
+    from minipaged.ops.cuda import CudaOps
 
 logger = logging.getLogger(__name__)
 Result_co = TypeVar("Result_co", covariant=True)
@@ -24,12 +30,24 @@ class UseOps(Protocol[Result_co]):
 
 def with_device(config: EngineConfig, use: UseOps[Result_co]) -> Result_co:
     """`use` with the operations of `config.device`. Raises `DeviceError` if it cannot be used here."""
-    if config.device == "cuda":
-        raise DeviceError(
-            'device "cuda" is not in this version of minipaged yet; use "auto" or "cpu", which run on any machine.'
-        )
     if config.device == "reference":
         return use(ReferenceOps())
+    if config.device == "cpu":
+        return _with_cpu(config, use)
+    try:
+        cuda = _cuda(config)
+    except DeviceError as error:
+        if config.device == "cuda":
+            raise DeviceError(f'device "cuda" cannot be used here ("cpu" can). {error}') from error
+        if isinstance(error, CudaNotInstalledError):
+            logger.info("Running on the CPU. %s", error)
+        else:
+            logger.warning("Running on the CPU, not on the GPU. %s", error)
+        return _with_cpu(config, use)
+    return use(cuda)
+
+
+def _with_cpu(config: EngineConfig, use: UseOps[Result_co]) -> Result_co:
     try:
         from minipaged.ops.cpu import CpuOps
     except ImportError as error:
@@ -45,3 +63,64 @@ def with_device(config: EngineConfig, use: UseOps[Result_co]) -> Result_co:
         logger.warning("Running on the slower reference operations: %s.", missing)
         return use(ReferenceOps())
     return use(CpuOps(config.num_threads or default_num_threads()))
+
+
+# ---- CUDA ----
+
+
+class CudaNotInstalledError(DeviceError):
+    """This machine or environment is not meant for CUDA: no GPU, or no CuPy. Nothing is broken."""
+
+
+def describe_cuda() -> str:
+    """The GPU that "auto" takes, or why it takes none, in one line."""
+    try:
+        gpu = check_cuda()
+    except DeviceError as error:
+        return f"none. {error}"
+    return f"{gpu.name}, {gpu.memory / 2**30:.0f} GiB, compute capability {gpu.architecture / 10:.1f}"
+
+
+def check_cuda() -> Gpu:
+    """The GPU, and all that is needed to use it is there. Raises `DeviceError`, which names what is missing.
+
+    Asks the driver first, so that nothing heavy is imported where there is no GPU.
+    """
+    try:
+        gpu = find_gpu()
+    except NoGpuError as error:
+        raise CudaNotInstalledError(str(error)) from error
+    check_architecture(gpu.architecture)
+    driver = ".".join(map(str, gpu.cuda))
+    if gpu.cuda < (12, 0):
+        raise DeviceError(
+            f"The NVIDIA driver is too old: it takes code of CUDA {driver}, and minipaged's is of CUDA 12 or 13. "
+            "Update the driver."
+        )
+    install = f"pip install 'minipaged[cuda{min(gpu.cuda[0], 13)}]'"
+    try:
+        import cupy
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
+            raise CudaNotInstalledError(
+                f"There is a GPU ({gpu.name}), but CuPy, through which minipaged uses it, is not installed. {install}"
+            ) from error
+        raise DeviceError(f"CuPy cannot be imported: {error}. {install}") from error
+    built_for: int = cupy.cuda.runtime.runtimeGetVersion() // 1000
+    if gpu.cuda[0] < built_for:
+        raise DeviceError(
+            f"The NVIDIA driver takes code of CUDA {driver}, but CuPy was built for CUDA {built_for}. Update the "
+            f"driver, or pip uninstall cupy-cuda{built_for}x and {install}"
+        )
+    find_toolkit(built_for)
+    return gpu
+
+
+def _cuda(config: EngineConfig) -> CudaOps:
+    """Raises `DeviceError`."""
+    gpu = check_cuda()
+    from minipaged.ops.cuda import CudaOps
+
+    ops = CudaOps()
+    logger.info("Running on %s.", gpu.name)
+    return ops

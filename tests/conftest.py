@@ -9,6 +9,8 @@ import anyio
 import hypothesis
 import pytest
 
+from minipaged.ops import nvidia_driver
+from minipaged.ops.nvidia_driver import NoGpuError
 from tests.tiny import write_tiny_model
 
 BACKENDS: dict[str, tuple[str, dict[str, bool]]] = {
@@ -47,6 +49,16 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let device "auto" mean the same on every machine that runs these tests; tests/gpu does without this."""
+
+    def no_driver() -> None:
+        raise NoGpuError("There is no NVIDIA driver (hidden from the tests).")
+
+    monkeypatch.setattr(nvidia_driver, "load_driver", no_driver)
 
 
 @pytest.fixture(scope="session")

@@ -26,8 +26,12 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("minipaged.ops._cpu_kernels", raising=False)
 
 
-def test_the_kernels_are_the_default() -> None:
-    assert with_device(EngineConfig(), name_of) == "cpu"
+def test_without_a_gpu_the_cpu_kernels_are_the_default(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert with_device(EngineConfig(), name_of) == "cpu"
+    [record] = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.message == "Running on the CPU. There is no NVIDIA driver (hidden from the tests)."
     assert with_device(EngineConfig(device="cpu", num_threads=1), name_of) == "cpu"
     assert with_device(EngineConfig(device="reference"), name_of) == "reference"
 

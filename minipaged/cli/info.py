@@ -1,4 +1,4 @@
-"""`minipaged info`: what a model is, and what its KV cache takes."""
+"""`minipaged info`: what a model is, what its KV cache takes, and whether there is a GPU to run it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from minipaged.cli.loading_bar import loading_bar
 from minipaged.cli.sizes import format_size
 from minipaged.config import EngineConfig
+from minipaged.devices import describe_cuda
 from minipaged.kv import ledger
 from minipaged.models.config import ModelConfig
 from minipaged.models.hub import resolve_model
@@ -23,7 +24,7 @@ def run(model: str | None, kv_memory: int) -> None:
         path = resolve_model(model, progress)
     source = open_model(path)
     with source.checkpoint:
-        rows = [*_model_rows(source), *_cache_rows(source.config, kv_memory)]
+        rows = [*_model_rows(source), *_cache_rows(source.config, kv_memory), ("GPU", describe_cuda())]
     width = max(len(label) for label, _ in rows)
     for label, value in rows:
         typer.echo(f"{label:<{width}}  {value}")

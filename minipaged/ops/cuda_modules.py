@@ -44,11 +44,7 @@ class CudaModules:
 
         Raises `DeviceError` if the GPU is too old, or what compiles for it is not installed.
         """
-        if architecture < OLDEST_ARCHITECTURE:
-            raise DeviceError(
-                f"The GPU has compute capability {architecture / 10:.1f}; minipaged's kernels need "
-                f'{OLDEST_ARCHITECTURE / 10:.1f} (Ampere, such as A100 or RTX 30) or newer. device="cpu" works.'
-            )
+        check_architecture(architecture)
         self._compiler = open_compiler()
         self._target = self._compiler.target(architecture)
         self._progress = progress
@@ -124,6 +120,15 @@ class CudaModules:
 
     def _path(self, source: Source) -> Path:
         return self._sources / f"{source.name}.cu"
+
+
+def check_architecture(architecture: int) -> None:
+    """Raises `DeviceError` if a GPU of that compute capability, times ten, is too old for the kernels."""
+    if architecture < OLDEST_ARCHITECTURE:
+        raise DeviceError(
+            f"The GPU has compute capability {architecture / 10:.1f}; minipaged's kernels need "
+            f'{OLDEST_ARCHITECTURE / 10:.1f} (Ampere, such as A100 or RTX 30) or newer. device="cpu" works.'
+        )
 
 
 def open_compiler() -> Nvrtc:
