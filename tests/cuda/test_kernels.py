@@ -157,6 +157,20 @@ def test_copy_blocks(ways: Ways, vectors: int, seed: int, data: st.DataObject) -
         np.testing.assert_array_equal(cache, expected)
 
 
+@settings(max_examples=10)
+@given(vectors=st.integers(1, 2500), value=st.sampled_from([np.nan, 0.0, 0.1, -7.0]), seed=SEEDS, data=st.data())
+def test_fill_blocks(ways: Ways, element: str, vectors: int, value: float, seed: int, data: st.DataObject) -> None:
+    num_blocks = 5
+    before = normal(np.random.default_rng(seed), (num_blocks, vectors * vectors_of(ELEMENTS[element])), element)
+    blocks = data.draw(st.lists(st.integers(0, num_blocks - 1), min_size=1, unique=True))
+    expected = before.copy()
+    REFERENCE.fill_blocks(expected, blocks, value)
+    for kernels in ways(element, seed):
+        cache = before.copy()
+        kernels.fill_blocks(cache, np.array(blocks, np.int32), value)
+        np.testing.assert_array_equal(float32(cache), float32(expected))
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_nan_and_infinity_stay_in_their_row(element: str, poison: float) -> None:
     generator = np.random.default_rng(0)
