@@ -4,7 +4,8 @@
 //   query         ELEMENT [num_tokens, num_query_heads, HEAD_DIM]
 //   cache         ELEMENT [num_blocks, num_layers, 2, num_kv_heads, block_size, HEAD_DIM]
 //   positions     int32 [num_tokens]; consecutive within a sequence
-//   query_starts  int32 [num_sequences + 1]; rows int32 [num_sequences]; block_tables int32 [.., table_width]
+//   query_starts  int32 [num_sequences + 1], from any first token on: some sequences of a step may be a launch of their own
+//   rows          int32 [num_sequences]; block_tables int32 [.., table_width]
 //   out           ELEMENT [num_tokens, num_query_heads, HEAD_DIM]
 //   partials      float32 [num_sequences, num_query_heads, max_splits, HEAD_DIM + 4]: sum, then maximum and total weight
 //   window        how many positions up to its own a token sees; 0: all
@@ -22,7 +23,8 @@
 // A tile of queries is `tokens` tokens of one sequence x the `heads` of one KV group = up to 16 * warps rows, so that K
 // and V are read once per group. Groups of more heads than that take several tiles.
 //
-// Grid: x tiles of queries, num_tokens / tokens + num_sequences, an upper bound, the last first (they read most);
+// Grid: x tiles of queries, an upper bound, the last first (they read most): with num_tokens those of the launch,
+//       num_tokens / tokens + num_sequences;
 //       y KV heads * ceil(group / rows of a tile); z splits, `max_splits`.
 // A sequence with one token is decoded: block z takes split z; with more than one split they go to `partials`, and
 // attention_combine merges them. Of a longer chunk block z = 0 takes all splits, and the merged result stays in shared
@@ -85,13 +87,14 @@ struct Geometry {
     float scale;
 };
 
-// The sequence that a tile of queries belongs to: sequence s has the tiles from query_starts[s] / tokens + s on.
+// The sequence that a tile of queries belongs to: sequence s has the tiles from (query_starts[s] - query_starts[0]) /
+// tokens + s on.
 __device__ __forceinline__ int sequence_of(
     int tile, const int* __restrict__ query_starts, int num_sequences, int tokens) {
     int low = 0, high = num_sequences - 1;
     while (low < high) {
         const int middle = (low + high + 1) / 2;
-        if (query_starts[middle] / tokens + middle <= tile) {
+        if ((query_starts[middle] - query_starts[0]) / tokens + middle <= tile) {
             low = middle;
         } else {
             high = middle - 1;
@@ -122,7 +125,8 @@ __device__ __forceinline__ void attend(
     const int tile = gridDim.x - 1 - blockIdx.x;
     const int sequence = sequence_of(tile, query_starts, g.num_sequences, tokens);
     const int sequence_start = query_starts[sequence], sequence_end = query_starts[sequence + 1];
-    const int first_token = sequence_start + (tile - sequence_start / tokens - sequence) * tokens;
+    const int first_tile_of_sequence = (sequence_start - query_starts[0]) / tokens + sequence;
+    const int first_token = sequence_start + (tile - first_tile_of_sequence) * tokens;
     if (first_token >= sequence_end) return;
     const int num_tokens = min(tokens, sequence_end - first_token), num_rows = num_tokens * heads;
 

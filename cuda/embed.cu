@@ -1,4 +1,4 @@
-// embed: out[t] = table[indices[t]], rows of an embedding table; also `take`, rows of activations.
+// embed: out[t] = table[indices[t]], rows of an embedding table.
 //
 //   table    ELEMENT [rows, size]; size * sizeof(ELEMENT) is a multiple of 16
 //   indices  int32 [T], each in [0, rows)

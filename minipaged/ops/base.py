@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minipaged.ops.tensor import HostTensor
+from minipaged.progress import Progress
 
 Array = TypeVar("Array")
 Weight = TypeVar("Weight")
@@ -50,6 +51,38 @@ class Batch(Generic[Array]):
     """int32 [max_running, blocks per sequence]"""
     sampled: Array
     """int32 [N]: the indices into T whose logits are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """The sizes that a device's operations are made for, or refuse."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ElementTypes:
+    """The number formats that were asked for, "auto" or the name of one, and what the checkpoint holds."""
+
+    weights: str
+    """And activations."""
+    cache: str
+    stored: str
+    """`HostTensor.encoding` of the checkpoint's matrices."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step there may be."""
+
+    max_tokens: int
+    max_sequences: int
+    max_model_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +182,21 @@ class Ops(Protocol[Array, Weight]):
     name: str
     """As in `EngineConfig.device`."""
     kv_dtype: str
-    """Element type of the KV cache unless told otherwise."""
+    """Element type of the KV cache unless told otherwise; known after `prepare`."""
 
-    # Loading
+    # Loading, in this order
+
+    def prepare(self, dimensions: Dimensions, types: ElementTypes, progress: Progress) -> None:
+        """Get ready for a model, and compile what must be compiled for it.
+
+        Raises `ConfigError` for sizes or types that this device cannot compute with.
+        """
+
+    def cache_memory(self, fraction: float) -> int:
+        """Bytes that the KV cache may take by default, given what is allocated so far.
+
+        `fraction` of a GPU's memory is for the engine, and what other programs use.
+        """
 
     def load_matrix(self, tensors: Sequence[HostTensor]) -> Weight:
         """Matrices [out_i, in] stacked along their rows into one [sum of out_i, in] (q, k and v, say)."""
@@ -167,6 +212,12 @@ class Ops(Protocol[Array, Weight]):
 
     def load_rope(self, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> Array:
         """Rotation table from cos and sin, float32 [max_model_len, head_dim / 2] each."""
+
+    def reserve(self, limits: StepLimits, shape: CacheShape, logits: Callable[[Batch[Array], Array], Array]) -> None:
+        """Allocate what steps within the limits need beside weights and cache, so that they allocate nothing.
+
+        `logits(batch, cache)` is the forward pass that will run, over a cache of that shape with any number of blocks.
+        """
 
     def allocate_cache(self, shape: CacheShape, dtype: str) -> Array:
         """The device pool. `dtype` is "float32", "float16" or "bfloat16"."""

@@ -8,9 +8,23 @@ from typing import cast
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from minipaged.errors import ConfigError
 from minipaged.ops import reference_sampling
-from minipaged.ops.base import Batch, Bias, CacheShape, HostArray, Penalties, PendingCopy, Sampled, SamplingBatch
+from minipaged.ops.base import (
+    Batch,
+    Bias,
+    CacheShape,
+    Dimensions,
+    ElementTypes,
+    HostArray,
+    Penalties,
+    PendingCopy,
+    Sampled,
+    SamplingBatch,
+    StepLimits,
+)
 from minipaged.ops.tensor import HostTensor
+from minipaged.progress import Progress
 
 Array = NDArray[np.generic]
 
@@ -30,6 +44,21 @@ class HostArrays:
     """What its methods compute is described in `Ops`."""
 
     # Memory
+
+    def prepare(self, dimensions: Dimensions, types: ElementTypes, progress: Progress) -> None:
+        """Any sizes will do; weights keep their own type."""
+        if types.weights != "auto":
+            raise ConfigError(
+                f'dtype is {types.weights!r}, but only device="cuda" converts weights; here they are computed with as '
+                'they are stored. Give dtype="auto".'
+            )
+
+    def cache_memory(self, fraction: float) -> int:
+        """1 GiB, whatever the machine has."""
+        return 2**30
+
+    def reserve(self, limits: StepLimits, shape: CacheShape, logits: Callable[[Batch[Array], Array], Array]) -> None:
+        """Nothing: arrays are allocated as they are needed."""
 
     def load_vector(self, tensors: Sequence[HostTensor]) -> Array:
         """float32, concatenated."""

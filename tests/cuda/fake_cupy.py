@@ -13,12 +13,14 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from tests.cuda.emulated import Kernel, Module
-from tests.cuda.fake_gpu import CudaError, Gpu, OutOfMemoryError, Queue, Work
+from tests.cuda.emulated import DTYPES, Kernel, Module
+from tests.cuda.fake_gpu import CudaError, Gpu, OutOfMemoryError, Queue, Work, host_bytes
 from tests.cuda.fake_nvrtc import read_code
 
 HostArray = NDArray[np.generic]
@@ -26,27 +28,56 @@ Shape = int | tuple[int, ...]
 Index = int | slice | tuple[int | slice, ...]
 
 
-class MemoryPointer:
-    """`array.data`."""
+class Memory(Protocol):
+    """cupy.cuda.BaseMemory."""
 
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
+    gpu: Gpu
+    ptr: int
 
 
 class Buffer:
-    """Device memory, freed with the last array that looks at it."""
+    """Device memory of the pool, freed with the last array that looks at it."""
 
     def __init__(self, gpu: Gpu, size: int) -> None:
         self.gpu = gpu
-        self.address = gpu.allocate(size)
-        weakref.finalize(self, gpu.free, self.address).atexit = False
+        self.ptr = gpu.allocate(size)
+        weakref.finalize(self, gpu.free, self.ptr, gpu.queue).atexit = False
+
+
+class UnownedMemory:
+    """cupy.cuda.UnownedMemory: somebody else's, who lives at least as long. CuPy believes what it is told."""
+
+    def __init__(self, gpu: Gpu, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
+        self.gpu = gpu
+        self.ptr = ptr
+        self.size = size
+        self._owner = owner
+
+
+class MemoryPointer:
+    """`array.data`."""
+
+    def __init__(self, mem: Memory, offset: int) -> None:
+        self.mem = mem
+        self.ptr = mem.ptr + offset
 
 
 class DeviceArray:
     """cupy.ndarray: a view of device memory. `layout` describes it and is never read."""
 
-    def __init__(self, buffer: Buffer, layout: HostArray) -> None:
-        self._buffer = buffer
+    def __init__(self, shape: tuple[int, ...], dtype: DTypeLike, memptr: MemoryPointer) -> None:
+        kind = np.dtype(dtype)
+        memory = host_bytes(memptr.ptr, math.prod(shape) * kind.itemsize)
+        self._describe(memptr.mem, memory.view(kind).reshape(shape))
+
+    @classmethod
+    def _over(cls, memory: Memory, layout: HostArray) -> DeviceArray:
+        array = cls.__new__(cls)
+        array._describe(memory, layout)
+        return array
+
+    def _describe(self, memory: Memory, layout: HostArray) -> None:
+        self._memory = memory
         self._layout = layout
         self.shape = layout.shape
         self.dtype = layout.dtype
@@ -58,7 +89,7 @@ class DeviceArray:
 
     @property
     def data(self) -> MemoryPointer:
-        return MemoryPointer(self._layout.ctypes.data)
+        return MemoryPointer(self._memory, self._layout.ctypes.data - self._memory.ptr)
 
     def __len__(self) -> int:
         return len(self._layout)
@@ -66,39 +97,39 @@ class DeviceArray:
     def __getitem__(self, index: Index) -> DeviceArray:
         part = self._layout[index if isinstance(index, tuple) else (index,)]
         assert isinstance(part, np.ndarray), "CuPy gives an array of no dimensions for one element; use a slice"
-        return DeviceArray(self._buffer, part)
+        return DeviceArray._over(self._memory, part)
 
     def reshape(self, *shape: Shape) -> DeviceArray:
         sizes = [size for each in shape for size in (each if isinstance(each, tuple) else (each,))]
         reshaped = self._layout.reshape(sizes)
         assert np.shares_memory(reshaped, self._layout) or self.size == 0, "this reshape would copy"
-        return DeviceArray(self._buffer, reshaped)
+        return DeviceArray._over(self._memory, reshaped)
 
     def view(self, dtype: DTypeLike) -> DeviceArray:
-        return DeviceArray(self._buffer, self._layout.view(dtype))
+        return DeviceArray._over(self._memory, self._layout.view(dtype))
 
     def fill(self, value: float) -> None:
         """On the current stream."""
         layout = self._layout
-        self._buffer.gpu.put(lambda: layout.fill(value))
+        self._memory.gpu.put(lambda: layout.fill(value))
 
     def set(self, array: HostArray, stream: Stream | None = None) -> None:
         """Copy from the host, on a stream; page-locked memory is read when the copy runs."""
         if array.shape != self.shape or array.dtype != self.dtype:
             raise ValueError(f"an array of {array.dtype} {array.shape} does not fit {self.dtype} {self.shape}")
         self._contiguous(array)
-        self._buffer.gpu.copy(self.data.ptr, array.ctypes.data, self.nbytes, None if stream is None else stream.queue)
+        self._memory.gpu.copy(self.data.ptr, array.ctypes.data, self.nbytes, None if stream is None else stream.queue)
 
     def get(self, stream: Stream | None = None, out: HostArray | None = None, blocking: bool = True) -> HostArray:
         """Copy to the host, on a stream; without `blocking`, `out` is valid when the stream has been waited for."""
-        queue = self._buffer.gpu.queue if stream is None else stream.queue
+        queue = self._memory.gpu.queue if stream is None else stream.queue
         result = np.empty(self.shape, self.dtype) if out is None else out
         if result.shape != self.shape or result.dtype != self.dtype:
             raise ValueError(f"{self.dtype} {self.shape} does not fit out, {result.dtype} {result.shape}")
         self._contiguous(result)
-        self._buffer.gpu.copy(result.ctypes.data, self.data.ptr, self.nbytes, queue)
+        self._memory.gpu.copy(result.ctypes.data, self.data.ptr, self.nbytes, queue)
         if blocking:
-            self._buffer.gpu.refuse_during_capture("a blocking copy")
+            self._memory.gpu.refuse_during_capture("a blocking copy")
             queue.run_until(queue.end)
         return result
 
@@ -108,6 +139,10 @@ class DeviceArray:
     def _contiguous(self, host: HostArray) -> None:
         assert self.flags.c_contiguous, "CuPy would copy this array first"
         assert host.flags.c_contiguous, "CuPy would copy the host's array first"
+
+
+Argument = DeviceArray | np.generic | bool | int | float | None
+"""Of a kernel."""
 
 
 class Stream:
@@ -228,7 +263,8 @@ class Device:
     @property
     def mem_info(self) -> tuple[int, int]:
         """Free and total bytes."""
-        return self._gpu.memory_bytes - self._gpu.used_bytes - self._gpu.cached_bytes, self._gpu.memory_bytes
+        gpu = self._gpu
+        return gpu.memory_bytes - gpu.used_bytes - gpu.cached_bytes - gpu.unpooled_bytes, gpu.memory_bytes
 
     def use(self) -> None:
         """There is one."""
@@ -286,7 +322,7 @@ class Function:
         self,
         grid: tuple[int, ...],
         block: tuple[int, ...],
-        args: Sequence[DeviceArray | np.generic | bool | int | float | None],
+        args: Sequence[Argument],
         *,
         shared_mem: int = 0,
         stream: Stream | None = None,
@@ -294,7 +330,7 @@ class Function:
         """Launch on a stream. Arguments and sizes are checked at once, all else when the kernel runs."""
         assert isinstance(grid, tuple), "CuPy takes the grid as a tuple"
         assert isinstance(block, tuple), "CuPy takes the block as a tuple"
-        arguments = [argument._layout if isinstance(argument, DeviceArray) else argument for argument in args]
+        arguments = [self._argument(argument, index) for index, argument in enumerate(args)]
         self._kernel.check(grid, block, arguments, shared_mem)
 
         def run() -> None:
@@ -306,6 +342,15 @@ class Function:
             )
 
         self._gpu.put(run, None if stream is None else stream.queue)
+
+    def _argument(self, argument: Argument, index: int) -> HostArray | np.generic | bool | int | float | None:
+        if not isinstance(argument, DeviceArray):
+            return argument
+        layout = argument._layout
+        # Before version 14, CuPy has no bfloat16; its arrays say that they are uint16.
+        kinds = [DTYPES.get(parameter.type) for parameter in self._kernel.parameters]
+        is_bfloat16 = index < len(kinds) and kinds[index] == ml_dtypes.bfloat16
+        return layout.view(ml_dtypes.bfloat16) if is_bfloat16 and layout.dtype == np.uint16 else layout
 
 
 class RawModule:
@@ -342,7 +387,7 @@ def fake_cupy(gpu: Gpu) -> dict[str, types.ModuleType]:
         kind = np.dtype(dtype)
         size = math.prod(sizes) * kind.itemsize
         buffer = Buffer(gpu, size)
-        return DeviceArray(buffer, gpu.bytes_at(buffer.address, size).view(kind).reshape(sizes))
+        return DeviceArray(sizes, kind, MemoryPointer(buffer, 0))
 
     def zeros(shape: Shape, dtype: DTypeLike = float) -> DeviceArray:
         array = empty(shape, dtype)
@@ -365,8 +410,18 @@ def fake_cupy(gpu: Gpu) -> dict[str, types.ModuleType]:
             assert non_blocking, "a blocking stream waits for the default one, which is seldom meant and not emulated"
             super().__init__(gpu)
 
+    def memset_async(address: int, value: int, size: int, stream: int) -> None:
+        queue = next(queue for queue in gpu.queues if id(queue) == stream)
+        gpu.put(lambda: gpu.bytes_at(address, size).fill(value), queue)
+
     runtime = _module(
         "cupy.cuda.runtime",
+        malloc=gpu.malloc,
+        free=gpu.cuda_free,
+        hostAlloc=lambda size, flags: gpu.lock_memory(size),
+        freeHost=gpu.free_locked,
+        getDevice=lambda: 0,
+        memsetAsync=memset_async,
         memcpyAsync=memcpy_async,
         memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
@@ -385,6 +440,8 @@ def fake_cupy(gpu: Gpu) -> dict[str, types.ModuleType]:
         Event=lambda block=False, disable_timing=False: Event(gpu),
         Graph=Graph,
         Device=lambda device=0: Device(gpu),
+        MemoryPointer=MemoryPointer,
+        UnownedMemory=functools.partial(UnownedMemory, gpu),
         alloc_pinned_memory=lambda size: PinnedMemory(gpu, size),
         get_current_stream=lambda: Stream(gpu, gpu.queue),
         driver=driver,

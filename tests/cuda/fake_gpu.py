@@ -83,8 +83,11 @@ class Gpu:
         self.used_bytes = 0
         self.cached_bytes = 0
         """Freed, but not given back to the device."""
+        self.unpooled_bytes = 0
+        """Allocated without the pool."""
         self.pinned: dict[int, int] = {}
         """Sizes of page-locked host memory by address."""
+        self._locked: dict[int, Bytes] = {}
         self.default_queue = Queue()
         self.queues = [self.default_queue]
         self._local = threading.local()
@@ -114,8 +117,8 @@ class Gpu:
         self._view(address, size).fill(POISON)
         return address
 
-    def free(self, address: int) -> None:
-        """As in CuPy's pool, what was put on the current stream before may still use the memory."""
+    def free(self, address: int, queue: Queue) -> None:
+        """As in CuPy's pool, what was put before on the stream that it was allocated for may still use the memory."""
         size = self._sizes[address]
         self.used_bytes -= size
         self.cached_bytes += size
@@ -124,7 +127,39 @@ class Gpu:
             del self._sizes[address]
             self._view(address, size).fill(POISON)
 
-        self._append(drop, self.queue)
+        self._append(drop, queue)
+
+    def malloc(self, size: int) -> int:
+        """cudaMalloc: memory that is not the pool's."""
+        cached = self.cached_bytes
+        try:
+            address = self.allocate(size)
+        except OutOfMemoryError as error:
+            raise CudaError(f"cudaErrorMemoryAllocation: {error}") from error
+        self.used_bytes -= size
+        self.cached_bytes = cached
+        self.unpooled_bytes += size
+        return address
+
+    def cuda_free(self, address: int) -> None:
+        """cudaFree waits for all work."""
+        self.synchronize()
+        size = self._sizes.pop(address)
+        self.unpooled_bytes -= size
+        self._view(address, size).fill(POISON)
+
+    def lock_memory(self, size: int) -> int:
+        """cudaHostAlloc: page-locked memory, poisoned."""
+        memory = np.full(size, POISON, np.uint8)
+        address: int = memory.ctypes.data
+        self.pinned[address] = size
+        self._locked[address] = memory
+        return address
+
+    def free_locked(self, address: int) -> None:
+        """cudaFreeHost. What still looks there finds poison."""
+        del self.pinned[address]
+        self._locked[address].fill(POISON)
 
     def _gap(self, size: int) -> int | None:
         """The first that is large enough."""

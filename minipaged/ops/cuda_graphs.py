@@ -1,0 +1,92 @@
+"""Graphs: decode steps that were captured once and are launched as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minipaged.ops.base import Batch
+from minipaged.ops.cuda_batch import DeviceBatch
+from minipaged.ops.cuda_errors import cuda_errors
+from minipaged.ops.cuda_workspace import Workspace, WorkspaceFullError
+
+if TYPE_CHECKING:
+    import cupy
+
+    Function = Callable[[Batch[cupy.ndarray]], cupy.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """A graph, and where in the workspace its result is."""
+
+    graph: cupy.cuda.Graph
+    address: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+
+
+class Graphs:
+    """One for each function, number of sequences and number of splits that has occurred twice.
+
+    The first time the kernels are launched one by one, which loads those that CUDA loads when they are first used; it
+    must not do that during a capture.
+    """
+
+    def __init__(self, stream: cupy.cuda.Stream, workspace: Workspace, max_sequences: int) -> None:
+        self._stream = stream
+        self._workspace = workspace
+        self._max_sequences = max_sequences
+        self._captured: dict[tuple[Function, int, int], _Captured | None] = {}
+        self.is_capturing = False
+
+    def padded_size(self, num_sequences: int) -> int:
+        """The size of the graph for so many: 1, 2, 4, 8, then multiples of 8, at most as many as there may be."""
+        size = 1 << (num_sequences - 1).bit_length() if num_sequences <= 8 else -(-num_sequences // 8) * 8
+        return min(size, self._max_sequences)
+
+    def run(self, function: Function, batch: DeviceBatch, num_sequences: int) -> cupy.ndarray | None:
+        """What the function returns for the first sequences of the batch; None: not captured, call it.
+
+        The result is in the workspace, valid until that is reset.
+        """
+        key = (function, len(batch.batch.rows), batch.num_splits)
+        if key not in self._captured:
+            self._captured[key] = None
+            return None
+        captured = self._captured[key]
+        self._workspace.reset()
+        if captured is None:
+            captured = self._capture(function, batch.batch)
+            if captured is None:
+                return None
+            self._captured[key] = captured
+        with cuda_errors("launch a graph"):
+            captured.graph.launch(self._stream)
+        return self._workspace.take_again(captured.address, (num_sequences, *captured.shape[1:]), captured.dtype)
+
+    def _capture(self, function: Function, batch: Batch[cupy.ndarray]) -> _Captured | None:
+        """None if the workspace is too small, though one by one the kernels may find memory elsewhere."""
+        with cuda_errors("capture a graph"):
+            self._stream.begin_capture()
+            self.is_capturing = True
+            try:
+                output = function(batch)
+            except WorkspaceFullError:
+                output = None
+            finally:
+                self.is_capturing = False
+                graph = self._stream.end_capture()
+        if output is None:
+            return None
+        captured = _Captured(graph, output.data.ptr, output.shape, output.dtype)
+        del output
+        self._workspace.reset()
+        return captured
+
+    def close(self) -> None:
+        """Forget all of them."""
+        self._captured.clear()

@@ -1,0 +1,108 @@
+"""Workspace: the arrays of a step, in one span of device memory that never moves."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import insort
+from collections.abc import Callable
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from minipaged.ops.cuda_memory import CudaMemory
+
+if TYPE_CHECKING:
+    import cupy
+
+ALIGNMENT = 256
+"""Bytes; what CUDA's own allocations have at least."""
+NO_MEMORY = ALIGNMENT
+"""An address for arrays that nothing may use but their shapes."""
+ENDLESS = 2**62
+
+
+class WorkspaceFullError(Exception):
+    """There is no room for an array."""
+
+
+class Span:
+    """Owner of a piece: it is free again when no array over it is referenced."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start = start
+        self.end = end
+
+
+class Workspace:
+    """Hands out pieces, first fit: the same requests in the same order get the same addresses.
+
+    A piece that is free again may still be read by work that was launched before; as all work that uses the workspace
+    is on one stream, what is written there next is written afterwards.
+    """
+
+    def __init__(self, memory: CudaMemory) -> None:
+        self._memory = memory
+        self._address = NO_MEMORY
+        self._size = 0
+        self._highest = 0
+        self.reset()
+
+    def count(self, run: Callable[[], object]) -> int:
+        """Bytes that `run` takes at most at a time. Its arrays have no memory: it must launch nothing."""
+        self._address, self._size, self._highest = NO_MEMORY, ENDLESS, 0
+        self.reset()
+        try:
+            run()
+            return self._highest
+        finally:
+            self._size = 0
+            self.reset()
+
+    def allocate(self, num_bytes: int) -> None:
+        """The memory. Raises `DeviceError`."""
+        array = self._memory.allocate((num_bytes,), np.uint8, "the arrays of a step")
+        self._address, self._size = array.data.ptr, num_bytes
+        self.reset()
+
+    def reset(self) -> None:
+        """Everything is free; arrays handed out before must not be used again."""
+        self._epoch = object()
+        self._free = [(0, self._size)]
+
+    def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> cupy.ndarray:
+        """An array, its content undefined. Raises `WorkspaceFullError`."""
+        size = -(-prod(shape) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= size:
+                self._free[index] = (start + size, end)
+                self._highest = max(self._highest, start + size)
+                return self._array(start, size, shape, dtype)
+        raise WorkspaceFullError
+
+    def take_again(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> cupy.ndarray:
+        """The array that was handed out at this address; its place must be free."""
+        size = -(-prod(shape) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
+        wanted = address - self._address
+        index = next(index for index, (start, end) in enumerate(self._free) if start <= wanted and wanted + size <= end)
+        start, end = self._free[index]
+        self._free[index : index + 1] = [(start, wanted), (wanted + size, end)]
+        return self._array(wanted, size, shape, dtype)
+
+    def _array(self, start: int, size: int, shape: tuple[int, ...], dtype: DTypeLike) -> cupy.ndarray:
+        span = Span(start, start + size)
+        weakref.finalize(span, self._give_back, span.start, span.end, self._epoch).atexit = False
+        return self._memory.array(self._address + start, shape, dtype, span)
+
+    def _give_back(self, start: int, end: int, epoch: object) -> None:
+        if epoch is not self._epoch:
+            return
+        insort(self._free, (start, end))
+        merged: list[tuple[int, int]] = []
+        for piece in self._free:
+            if merged and merged[-1][1] == piece[0]:
+                merged[-1] = (merged[-1][0], piece[1])
+            elif piece[0] < piece[1]:
+                merged.append(piece)
+        self._free = merged
