@@ -1,159 +1,258 @@
 /* Causal attention of every token over its sequence's positions 0..p (the last `window` of them) in the paged cache.
  *
  * input: q [rows, in_stride], head h at h * head_dim; output [rows, query heads * head_dim]. A piece of work is a KV head
- * and up to QUERIES tokens of one sequence: each K/V block is read, and converted to float32, once for all their query
- * heads. K is [head_dim, block_size] in its block: a vector's lanes are positions and scores need no sum across lanes.
- * V is [block_size, head_dim].
+ * and up to QUERIES tokens of one sequence; its rows are those tokens' query heads. K is [head_dim, block_size] in its
+ * block: a vector's lanes are positions, and scores need no sum across lanes. V is [block_size, head_dim].
  *
- * Online softmax, block after block from the first the token attends to: every token goes through the same operations in
- * prefill and in decode, whoever shares its piece of work. Slots after the position are never read as numbers.
+ * Online softmax (arXiv:2205.14135), tile after tile of SPAN positions counted from position 0. Up to ROWS rows go through
+ * a tile together, so that what is loaded of K and V serves all of them from registers. Each row's numbers come from its own
+ * row alone, in order of position: a token goes through the same operations in prefill and in decode, whoever shares its
+ * piece of work. Slots that a row does not see are never read as numbers for it.
+ *
+ * Bytes moved: a sequence's K and V once for every QUERIES tokens; 4 * head_dim operations per row and position.
  */
 #ifndef MINIPAGED_ATTENTION_H
 #define MINIPAGED_ATTENTION_H
 
 #include "rows.h"
 
-enum { QUERIES = 8, MAX_HEAD_DIM = 256, MAX_BLOCK = 64 };
+enum { QUERIES = 8, HEADS = 8, ROWS = 4, SPAN = 64, MAX_HEAD_DIM = 256, MAX_BLOCK = 64 };
+enum { MAX_SCORES = (SPAN + 1) * LANES }; /* blocks of a single position take a vector each; 1 keeps rows off one cache set */
 
-/* A block's K or V as float32; in place where it is float32 already. */
-INLINE const float *as_float(const Command *c, int64_t at, int count, float *buffer) {
-    if (c->kind == KIND_F32) return (const float *)c->cache + at;
-    const uint16_t *p = (const uint16_t *)c->cache + at;
-    for (int i = 0; i < count; i += LANES) store(buffer + i, c->kind == KIND_F16 ? load_half(p + i) : load_bfloat(p + i));
-    return buffer;
-}
-
-/* Ask for a block's K or V while another block is worked on: blocks lie far apart, where no processor looks ahead. */
-INLINE void prefetch_block(const Command *c, int64_t at) {
-    const int element = c->kind == KIND_F32 ? 4 : 2;
-    const char *begin = (const char *)c->cache + at * element;
-    for (int i = 0; i < c->block_size * c->head_dim * element; i += 64) __builtin_prefetch(begin + i);
-}
-
+/* What a row has come to after the tiles so far. */
 typedef struct {
     const float *query;
-    float *acc; /* [head_dim] */
-    float largest, total;
-    int position;
+    float *acc;     /* [head_dim]: weighted sum of V, in the output */
+    vfloat total;   /* of the weights, one sum per lane */
+    float largest;  /* score */
+    int from, position; /* sees positions [from, position] */
 } Row;
 
-/* Scores of one row against a block's positions, LANES at a time: scores[j] = scale * (q . k_j). */
-INLINE void score_rows(const Command *c, const float *keys, Row *const *rows, const int count, float (*scores)[MAX_BLOCK]) {
-    const int dim = c->head_dim, size = c->block_size;
-    for (int j = 0; j < size; j += LANES) {
-        vfloat sums[4];
-        for (int r = 0; r < count; r++) sums[r] = spread(0);
-        for (int i = 0; i < dim; i++) {
-            vfloat key = load(keys + i * size + j);
-            for (int r = 0; r < count; r++) sums[r] = fma_(key, spread(rows[r]->query[i]), sums[r]);
-        }
-        for (int r = 0; r < count; r++) store(scores[r] + j, sums[r] * spread(c->scale));
-    }
+/* Where the blocks of a tile are. */
+typedef struct {
+    const char *keys[SPAN], *values[SPAN];
+    int kind;
+    int base;   /* position of the first slot */
+    int size;   /* positions of a block */
+    int vectors; /* per block: ceil(size / LANES) */
+} Span;
+
+INLINE vfloat load_element(const char *p, int64_t at, const int kind) {
+    return kind == KIND_F32   ? load((const float *)p + at)
+           : kind == KIND_F16 ? load_half((const uint16_t *)p + at)
+                              : load_bfloat((const uint16_t *)p + at);
 }
 
-/* Turn a block's scores of positions [low, high) into weights, relative to the largest score so far; the others weigh
- * nothing. Returns by how much the row's sums so far shrink. */
-INLINE float weigh_block(const Command *c, Row *row, float *scores, int low, int high) {
-    vfloat most = spread(-INFINITY), sum = spread(0);
-    for (int j = 0; j < c->block_size; j += LANES) {
-        const vint at = lane_numbers() + j;
-        const vfloat score = choose((at >= low) & (at < high), load(scores + j), spread(-INFINITY));
-        store(scores + j, score);
+/* scores[r] = scale * (q_r . k) for `count` vectors of positions, the first of which is `vector`. */
+INLINE void score_vectors(const Span *span, int dim, float scale, const Row *rows, int vector, float (*scores)[MAX_SCORES],
+                          const int num_rows, const int count, const int kind) {
+    const char *keys[4];
+    vfloat sums[ROWS][4];
+    for (int v = 0; v < count; v++) {
+        const int at = vector + v, block = at / span->vectors, offset = at % span->vectors * LANES;
+        keys[v] = span->keys[block] + offset * (kind == KIND_F32 ? 4 : 2);
+        for (int r = 0; r < num_rows; r++) sums[r][v] = spread(0);
+    }
+    for (int i = 0; i < dim; i++) {
+        vfloat key[4];
+        for (int v = 0; v < count; v++) key[v] = load_element(keys[v], (int64_t)i * span->size, kind);
+        for (int r = 0; r < num_rows; r++)
+            for (int v = 0; v < count; v++) sums[r][v] = fma_(key[v], spread(rows[r].query[i]), sums[r][v]);
+    }
+    for (int r = 0; r < num_rows; r++)
+        for (int v = 0; v < count; v++) store(scores[r] + (vector + v) * LANES, sums[r][v] * spread(scale));
+}
+
+INLINE void score_rows(const Span *span, int dim, float scale, const Row *rows, int vector, int end,
+                       float (*scores)[MAX_SCORES], const int num_rows, const int kind) {
+    if (LANES == 16 || num_rows <= 2) /* the registers hold so many sums */
+        for (; vector + 4 <= end; vector += 4) score_vectors(span, dim, scale, rows, vector, scores, num_rows, 4, kind);
+    for (; vector + 2 <= end; vector += 2) score_vectors(span, dim, scale, rows, vector, scores, num_rows, 2, kind);
+    for (; vector < end; vector++) score_vectors(span, dim, scale, rows, vector, scores, num_rows, 1, kind);
+}
+
+/* Turn a row's scores of vectors [vector, end) into weights relative to its largest score so far, 0 for positions that it
+ * does not see. Returns by how much its sums so far shrink. */
+INLINE float weigh_row(const Span *span, Row *row, float *scores, int vector, int end) {
+    vfloat most = spread(-INFINITY);
+    const int first_position = span->base + vector / span->vectors * span->size;
+    const int end_position = span->base + end / span->vectors * span->size;
+    const int sees_all = row->from <= first_position && row->position + 1 >= end_position && span->size % LANES == 0;
+    for (int at = vector; at < end; at++) {
+        vfloat score = load(scores + at * LANES);
+        if (!sees_all) {
+            const int block = at / span->vectors, offset = at % span->vectors * LANES;
+            const vint slot = lane_numbers() + offset, position = slot + (span->base + block * span->size);
+            const vint is_seen = (slot < span->size) & (position >= row->from) & (position <= row->position);
+            score = choose(is_seen, score, spread(-INFINITY));
+            store(scores + at * LANES, score);
+        }
         most = maximum(score, most);
     }
     const float here = max_lanes(most), largest = here > row->largest ? here : row->largest;
     const float shift = largest == -INFINITY ? 0 : largest; /* minus infinity or NaN so far: weights of 0 or NaN */
-    for (int j = 0; j < c->block_size; j += LANES) {
-        const vfloat weight = exponential(load(scores + j) - spread(shift));
-        store(scores + j, weight);
-        sum += weight;
-    }
     const float keep = largest == row->largest ? 1 : exponential(spread(row->largest - largest))[0];
-    row->total = row->total * keep + sum_lanes(sum);
+    row->total *= spread(keep);
     row->largest = largest;
+    for (int at = vector; at < end; at++) {
+        const vfloat weight = exponential(load(scores + at * LANES) - spread(shift));
+        store(scores + at * LANES, weight);
+        row->total += weight;
+    }
     return keep;
 }
 
-/* acc = acc * keep + the weighted values, for `count` vectors of elements that stay in registers. */
-INLINE void add_vectors(float *acc, float keep, const float *weights, const float *values, int dim, int low, int high,
-                        const int count) {
-    vfloat sums[8];
-    for (int v = 0; v < count; v++) sums[v] = load(acc + v * LANES) * spread(keep);
-    for (int j = low; j < high; j++)
-        for (int v = 0; v < count; v++)
-            sums[v] = fma_(load(values + j * dim + v * LANES), spread(weights[j]), sums[v]);
-    for (int v = 0; v < count; v++) store(acc + v * LANES, sums[v]);
+/* acc += weights * V for the tile's positions [low, high), counted from its first, and `count` vectors of elements, whose
+ * sums stay in registers. */
+INLINE void add_vectors(const Span *span, int dim, int element, const Row *rows, float (*weights)[MAX_SCORES], int low,
+                        int high, const int num_rows, const int count, const int kind) {
+    vfloat sums[ROWS][4];
+    for (int r = 0; r < num_rows; r++)
+        for (int v = 0; v < count; v++) sums[r][v] = load(rows[r].acc + element + v * LANES);
+    for (int block = low / span->size; block * span->size < high; block++) {
+        const int base = block * span->size, first = block * span->vectors * LANES;
+        const int end = high - base < span->size ? high - base : span->size;
+        for (int j = low > base ? low - base : 0; j < end; j++) {
+            vfloat value[4];
+            for (int v = 0; v < count; v++)
+                value[v] = load_element(span->values[block], (int64_t)j * dim + element + v * LANES, kind);
+            for (int r = 0; r < num_rows; r++)
+                for (int v = 0; v < count; v++)
+                    sums[r][v] = fma_(value[v], spread(weights[r][first + j]), sums[r][v]);
+        }
+    }
+    for (int r = 0; r < num_rows; r++)
+        for (int v = 0; v < count; v++) store(rows[r].acc + element + v * LANES, sums[r][v]);
 }
 
-INLINE void add_values(float *acc, float keep, const float *weights, const float *values, int dim, int low, int high) {
+/* The same for all elements. */
+INLINE void add_positions(const Span *span, int dim, const Row *rows, float (*weights)[MAX_SCORES], int low, int high,
+                          const int num_rows, const int kind) {
+    if (low >= high) return;
+    const int together = LANES == 8 ? 2 : 4;
     int i = 0;
-    for (; i + 8 * LANES <= dim; i += 8 * LANES) add_vectors(acc + i, keep, weights, values + i, dim, low, high, 8);
-    for (; i + 4 * LANES <= dim; i += 4 * LANES) add_vectors(acc + i, keep, weights, values + i, dim, low, high, 4);
-    for (; i + LANES <= dim; i += LANES) add_vectors(acc + i, keep, weights, values + i, dim, low, high, 1);
-    for (; i < dim; i++) {
-        float sum = acc[i] * keep;
-        for (int j = low; j < high; j++) sum += values[j * dim + i] * weights[j];
-        acc[i] = sum;
+    for (; i + together * LANES <= dim; i += together * LANES)
+        add_vectors(span, dim, i, rows, weights, low, high, num_rows, together, kind);
+    for (; i + LANES <= dim; i += LANES) add_vectors(span, dim, i, rows, weights, low, high, num_rows, 1, kind);
+    for (; i < dim; i++)
+        for (int r = 0; r < num_rows; r++)
+            for (int at = low; at < high; at++) {
+                const int block = at / span->size, j = at % span->size;
+                const float value = load_element(span->values[block], (int64_t)j * dim + i, kind)[0];
+                rows[r].acc[i] += value * weights[r][block * span->vectors * LANES + j];
+            }
+}
+
+/* Positions that all rows see are added for all of them at once; before and after those come each row's own, in order. */
+INLINE void add_rows(const Span *span, int dim, const Row *rows, float (*weights)[MAX_SCORES], const int num_rows,
+                     const int kind) {
+    const int num_positions = SPAN / span->size * span->size;
+    int low[ROWS], high[ROWS], common_low = 0, common_high = num_positions;
+    for (int r = 0; r < num_rows; r++) {
+        low[r] = rows[r].from > span->base ? rows[r].from - span->base : 0;
+        high[r] = rows[r].position - span->base < num_positions ? rows[r].position - span->base + 1 : num_positions;
+        if (low[r] > common_low) common_low = low[r];
+        if (high[r] < common_high) common_high = high[r];
+    }
+    const int has_common = common_low < common_high;
+    for (int r = 0; r < num_rows; r++)
+        add_positions(span, dim, rows + r, weights + r, low[r], has_common ? common_low : high[r], 1, kind);
+    if (!has_common) return;
+    add_positions(span, dim, rows, weights, common_low, common_high, num_rows, kind);
+    for (int r = 0; r < num_rows; r++) add_positions(span, dim, rows + r, weights + r, common_high, high[r], 1, kind);
+}
+
+/* One tile for up to ROWS rows. */
+INLINE void attend_rows(const Command *c, const Span *span, Row *rows, const int num_rows, const int kind) {
+    const int dim = c->head_dim, size = span->size;
+    int from = rows[0].from, to = rows[0].position;
+    for (int r = 1; r < num_rows; r++) {
+        if (rows[r].from < from) from = rows[r].from;
+        if (rows[r].position > to) to = rows[r].position;
+    }
+    const int end_position = span->base + SPAN / size * size;
+    int first_block = from > span->base ? (from - span->base) / size : 0;
+    int end_block = to < end_position ? (to - span->base) / size + 1 : SPAN / size;
+    if (from >= end_position || to < span->base) return;
+
+    float scores[ROWS][MAX_SCORES];
+    const int vector = first_block * span->vectors, end = end_block * span->vectors;
+    score_rows(span, dim, c->scale, rows, vector, end, scores, num_rows, kind);
+    for (int r = 0; r < num_rows; r++) {
+        const float keep = weigh_row(span, rows + r, scores[r], vector, end);
+        if (keep != 1)
+            for (int i = 0; i < dim; i++) rows[r].acc[i] *= keep;
+    }
+    add_rows(span, dim, rows, scores, num_rows, kind);
+}
+
+#define ATTEND_ROWS(N, KIND)                                                                                      \
+    static __attribute__((noinline)) void attend_##N##_##KIND(const Command *c, const Span *span, Row *rows) { \
+        attend_rows(c, span, rows, N, KIND_##KIND);                                                               \
+    }
+ATTEND_ROWS(1, F32) ATTEND_ROWS(2, F32) ATTEND_ROWS(3, F32) ATTEND_ROWS(4, F32)
+ATTEND_ROWS(1, F16) ATTEND_ROWS(2, F16) ATTEND_ROWS(3, F16) ATTEND_ROWS(4, F16)
+ATTEND_ROWS(1, BF16) ATTEND_ROWS(2, BF16) ATTEND_ROWS(3, BF16) ATTEND_ROWS(4, BF16)
+
+typedef void AttendRows(const Command *, const Span *, Row *);
+
+INLINE AttendRows *attend_function(int num_rows, int kind) {
+    static AttendRows *const functions[3][ROWS] = {
+        [KIND_F32] = {attend_1_F32, attend_2_F32, attend_3_F32, attend_4_F32},
+        [KIND_F16] = {attend_1_F16, attend_2_F16, attend_3_F16, attend_4_F16},
+        [KIND_BF16] = {attend_1_BF16, attend_2_BF16, attend_3_BF16, attend_4_BF16},
+    };
+    return functions[kind][num_rows - 1];
+}
+
+/* Blocks lie far apart, where no processor looks ahead: ask for them while others are worked on. */
+INLINE void prefetch_block(const Command *c, int64_t block, int head) {
+    const int element = c->kind == KIND_F32 ? 4 : 2, count = c->block_size * c->head_dim * element;
+    for (int is_value = 0; is_value < 2; is_value++) {
+        const char *begin = (const char *)c->cache + cache_offset(c, block, is_value, head) * element;
+        for (int i = 0; i < count; i += 64) __builtin_prefetch(begin + i);
     }
 }
 
 INLINE void attend(const Command *c, int sequence, int head, int first, int end) {
     const int dim = c->head_dim, size = c->block_size, group = c->num_query_heads / c->num_kv_heads;
+    const int element = c->kind == KIND_F32 ? 4 : 2, blocks = SPAN / size;
     const BatchHeader *batch = c->batch;
     const int32_t *table = batch->tables + batch->rows[sequence] * batch->table_stride;
-    float key_buffer[MAX_BLOCK * MAX_HEAD_DIM], value_buffer[MAX_BLOCK * MAX_HEAD_DIM], scores[4][MAX_BLOCK];
-    Row rows[QUERIES * 8];
-    for (int g0 = 0; g0 < group; g0 += 8) { /* at most 8 query heads at a time, so that `rows` is bounded */
+    const char *cache = c->cache;
+    Row rows[QUERIES * HEADS];
+    for (int g0 = 0; g0 < group; g0 += HEADS) { /* so many query heads at a time that `rows` is bounded */
         int count = 0, last = 0, start = INT32_MAX;
         for (int t = first; t < end; t++) {
             const int position = batch->positions[t];
             const int from = c->window && position >= c->window ? position - c->window + 1 : 0;
             if (position > last) last = position;
             if (from < start) start = from;
-            for (int g = g0; g < group && g < g0 + 8; g++) {
+            for (int g = g0; g < group && g < g0 + HEADS; g++) {
                 const int h = head * group + g;
                 float *out = (float *)c->output + ((int64_t)t * c->num_query_heads + h) * dim;
                 memset(out, 0, dim * sizeof(float));
-                rows[count++] = (Row){(const float *)c->input + (int64_t)t * c->in_stride + h * dim, out, -INFINITY, 0,
-                                      position};
+                rows[count++] = (Row){(const float *)c->input + (int64_t)t * c->in_stride + h * dim, out, spread(0),
+                                      -INFINITY, from, position};
             }
         }
-        for (int column = start / size; column <= last / size; column++) {
-            const float *keys = as_float(c, cache_offset(c, table[column], 0, head), size * dim, key_buffer);
-            const float *values = as_float(c, cache_offset(c, table[column], 1, head), size * dim, value_buffer);
-            if (column < last / size) {
-                prefetch_block(c, cache_offset(c, table[column + 1], 0, head));
-                prefetch_block(c, cache_offset(c, table[column + 1], 1, head));
+        Span span = {.kind = c->kind, .size = size, .vectors = (size + LANES - 1) / LANES};
+        for (int tile = start / size / blocks; tile <= last / size / blocks; tile++) {
+            span.base = tile * blocks * size;
+            for (int b = 0; b < blocks; b++) {
+                const int column = tile * blocks + b;
+                if (column < start / size || column > last / size) continue;
+                span.keys[b] = cache + cache_offset(c, table[column], 0, head) * element;
+                span.values[b] = cache + cache_offset(c, table[column], 1, head) * element;
+                if (column + blocks <= last / size) prefetch_block(c, table[column + blocks], head);
             }
-            const int base = column * size;
-            for (int r = 0; r < count;) {
-                Row *some[4];
-                int n = 0;
-                for (; r < count && n < 4; r++) {
-                    const int from = c->window && rows[r].position >= c->window ? rows[r].position - c->window + 1 : 0;
-                    if (rows[r].position >= base && from < base + size) some[n++] = &rows[r];
-                }
-                switch (n) {
-                case 1: score_rows(c, keys, some, 1, scores); break;
-                case 2: score_rows(c, keys, some, 2, scores); break;
-                case 3: score_rows(c, keys, some, 3, scores); break;
-                case 4: score_rows(c, keys, some, 4, scores); break;
-                }
-                int low[4], high[4];
-                float keep[4];
-                for (int i = 0; i < n; i++) { /* all rows first: what one waits for, the others fill */
-                    const int position = some[i]->position;
-                    const int from = c->window && position >= c->window ? position - c->window + 1 : 0;
-                    low[i] = from > base ? from - base : 0;
-                    high[i] = position - base + 1 < size ? position - base + 1 : size;
-                    keep[i] = weigh_block(c, some[i], scores[i], low[i], high[i]);
-                }
-                for (int i = 0; i < n; i++)
-                    add_values(some[i]->acc, keep[i], scores[i], values, dim, low[i], high[i]);
-            }
+            for (int r = 0; r < count; r += ROWS)
+                attend_function(count - r < ROWS ? count - r : ROWS, c->kind)(c, &span, rows + r);
         }
-        for (int r = 0; r < count; r++)
-            for (int i = 0; i < dim; i++) rows[r].acc[i] /= rows[r].total;
+        for (int r = 0; r < count; r++) {
+            const float total = sum_lanes(rows[r].total);
+            for (int i = 0; i < dim; i++) rows[r].acc[i] /= total;
+        }
     }
 }
 
@@ -169,11 +268,31 @@ INLINE int attention_pieces(const Command *c) {
     return pieces;
 }
 
-static void attention(const Command *c, int piece) {
+/* What a piece of work is. */
+typedef struct {
+    int sequence, head, first, end; /* tokens [first, end) of the step */
+} Piece;
+
+INLINE Piece find_piece(const Command *c, int piece) {
     int s = 0;
     for (; piece >= sequence_pieces(c, s); s++) piece -= sequence_pieces(c, s);
     const int first = c->batch->query_starts[s] + piece / c->num_kv_heads * QUERIES, limit = c->batch->query_starts[s + 1];
-    attend(c, s, piece % c->num_kv_heads, first, first + QUERIES < limit ? first + QUERIES : limit);
+    return (Piece){s, piece % c->num_kv_heads, first, first + QUERIES < limit ? first + QUERIES : limit};
+}
+
+static void attention(const Command *c, int index, int num_threads) {
+    if (index + num_threads < attention_pieces(c)) { /* most likely this thread's next */
+        const Piece next = find_piece(c, index + num_threads);
+        const BatchHeader *batch = c->batch;
+        const int32_t *table = batch->tables + batch->rows[next.sequence] * batch->table_stride;
+        const int from = c->window ? batch->positions[next.first] - c->window + 1 : 0;
+        const int blocks = SPAN / c->block_size, begin = from > 0 ? from / c->block_size : 0;
+        const int end = batch->positions[next.end - 1] / c->block_size;
+        for (int column = begin; column <= end && column < begin + blocks; column++)
+            prefetch_block(c, table[column], next.head);
+    }
+    const Piece piece = find_piece(c, index);
+    attend(c, piece.sequence, piece.head, piece.first, piece.end);
 }
 
 #endif

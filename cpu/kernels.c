@@ -21,7 +21,7 @@ static void run(const void *commands, int index, int piece, int num_threads) {
     case OP_QUANTISE: quantise(c, piece); break;
     case OP_LINEAR: linear(c, piece, num_threads); break;
     case OP_ROPE_CACHE: rope_and_cache(c, piece); break;
-    case OP_ATTENTION: attention(c, piece); break;
+    case OP_ATTENTION: attention(c, piece, num_threads); break;
     case OP_SILU_MUL: silu_and_mul(c, piece); break;
     case OP_TAKE: take_rows(c, piece); break;
     case OP_SAMPLE: sample(c, piece); break;

@@ -24,6 +24,8 @@
 
 enum { PARTS = TILE / LANES };                             /* vectors per 16 output rows */
 enum { TOKENS = LANES == 16 ? 12 : LANES == 8 ? 4 : 2 };   /* tokens of a block: what the registers hold */
+enum { NEAR_BYTES = 256 * 1024 }; /* a part of the second-level cache */
+enum { AHEAD = 4096 };            /* bytes by which weights are asked for before they are needed */
 enum { Q4_BYTES = 64 + 4 * 64, Q8_BYTES = 64 + 8 * 64 };
 
 INLINE int tile_bytes(int kind, int in) {
@@ -37,16 +39,20 @@ INLINE int tile_bytes(int kind, int in) {
 
 /* Write the accumulators of `tokens` tokens to output columns [column, column + LANES), those that exist. */
 INLINE void write_tile(const Command *c, int token, int column, const vfloat *acc, const int tokens) {
-    int width = c->out - column < LANES ? c->out - column : LANES;
+    const int width = c->out - column < LANES ? c->out - column : LANES;
     if (width <= 0) return;
-    const float *bias = c->bias;
-    for (int t = 0; t < tokens; t++) {
-        float *out = (float *)c->output + (int64_t)(token + t) * c->out + column;
-        float lanes[LANES];
-        store(lanes, acc[t]);
-        if (bias)
-            for (int i = 0; i < width; i++) lanes[i] += bias[column + i];
-        memcpy(out, lanes, width * sizeof(float));
+    float bias[LANES] = {0};
+    if (c->bias) memcpy(bias, (const float *)c->bias + column, width * sizeof(float));
+    float *out = (float *)c->output + (int64_t)token * c->out + column;
+    for (int t = 0; t < tokens; t++, out += c->out) {
+        const vfloat sum = c->bias ? acc[t] + load(bias) : acc[t];
+        if (width == LANES) {
+            store(out, sum);
+        } else {
+            float lanes[LANES];
+            store(lanes, sum);
+            memcpy(out, lanes, width * sizeof(float));
+        }
     }
 }
 
@@ -60,6 +66,8 @@ INLINE void linear_quantised(const Command *c, const uint8_t *tile, int column, 
     for (int t = 0; t < tokens; t++) acc[t] = spread(0);
     for (int g = 0; g < groups; g++, tile += bytes) {
         const uint8_t *p = tile + part * 4 * LANES;
+        if (token == 0) /* the first to come by */
+            for (int i = 0; i < bytes; i += 64) __builtin_prefetch(tile + AHEAD + i);
         vuint both;
         memcpy(&both, p, sizeof both);
         vfloat scale = half_to_float(low_halves(both)), minimum = half_to_float(low_halves(both >> 16));
@@ -146,25 +154,35 @@ INLINE int linear_pieces(const Command *c, int num_threads) {
     return (tiles + share - 1) / share;
 }
 
+/* Tokens [token, token + the number returned) by tiles [first, end): as many at once as there are and registers hold. */
+INLINE int linear_tokens(const Command *c, int token, int first, int end) {
+    typedef void Block(const Command *, const uint8_t *, int, int);
+    static const struct {
+        int tokens;
+        Block *block;
+    } blocks[] = {
+#if LANES >= 16
+        {12, linear_12}, {8, linear_8}, {6, linear_6}, {4, linear_4}, {3, linear_3},
+#elif LANES >= 8
+        {4, linear_4},
+#endif
+        {2, linear_2}, {1, linear_1},
+    };
+    int i = 0;
+    while (blocks[i].tokens > c->rows - token) i++;
+    const int64_t bytes = tile_bytes(c->kind, c->in);
+    for (int tile = first; tile < end; tile++)
+        blocks[i].block(c, (const uint8_t *)c->weight + tile * bytes, tile * TILE, token);
+    return blocks[i].tokens;
+}
+
 static void linear(const Command *c, int piece, int num_threads) {
-    const int tiles = (c->out + TILE - 1) / TILE, bytes = tile_bytes(c->kind, c->in), share = linear_share(c, num_threads);
-    for (int i = piece * share; i < tiles && i < (piece + 1) * share; i++) {
-        const uint8_t *tile = (const uint8_t *)c->weight + (int64_t)i * bytes;
-        int token = 0;
-#if LANES >= 16
-        for (; token + 12 <= c->rows; token += 12) linear_12(c, tile, i * TILE, token);
-        for (; token + 8 <= c->rows; token += 8) linear_8(c, tile, i * TILE, token);
-        for (; token + 6 <= c->rows; token += 6) linear_6(c, tile, i * TILE, token);
-#endif
-#if LANES >= 8
-        for (; token + 4 <= c->rows; token += 4) linear_4(c, tile, i * TILE, token);
-#endif
-#if LANES >= 16
-        for (; token + 3 <= c->rows; token += 3) linear_3(c, tile, i * TILE, token);
-#endif
-        for (; token + 2 <= c->rows; token += 2) linear_2(c, tile, i * TILE, token);
-        for (; token < c->rows; token++) linear_1(c, tile, i * TILE, token);
-    }
+    const int tiles = (c->out + TILE - 1) / TILE, share = linear_share(c, num_threads);
+    const int end = (piece + 1) * share < tiles ? (piece + 1) * share : tiles;
+    const int near = NEAR_BYTES / tile_bytes(c->kind, c->in) + 1; /* tiles that stay in the cache for all tokens */
+    for (int first = piece * share; first < end; first += near)
+        for (int token = 0; token < c->rows;)
+            token += linear_tokens(c, token, first, first + near < end ? first + near : end);
 }
 
 #endif

@@ -55,7 +55,19 @@ INLINE vfloat choose(vint condition, vfloat yes, vfloat no) {
     return (vfloat)((condition & (vint)yes) | (~condition & (vint)no));
 }
 
-INLINE vfloat maximum(vfloat a, vfloat b) { return choose(a > b, a, b); }
+/* a > b ? a : b in every lane: b where one of them is NaN. */
+INLINE vfloat maximum(vfloat a, vfloat b) {
+#if defined(__AVX512BW__)
+    return (vfloat)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vfloat)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
+
+/* a < b ? a : b likewise. */
+INLINE vfloat minimum(vfloat a, vfloat b) { return -maximum(-a, -b); }
 
 /* The halves of a vector are combined again and again until one lane is left: the same order everywhere. */
 INLINE float sum_lanes(vfloat v) {
@@ -196,24 +208,22 @@ INLINE vint dot4(vint acc, vbyte w, int32_t x, const int small) {
 #endif
 }
 
-/* e**x to about 2 units in the last place: 2**n * p(r), with x = n ln 2 + r (Cody and Waite) and the Taylor series of
- * degree 7 on |r| <= ln 2 / 2. Underflows to 0 below -87; NaN stays NaN. */
+/* e**x to about 2 units in the last place: 2**n p(r), with x = n ln 2 + r (Cody and Waite) and p of degree 5, which is off
+ * by at most 1.1e-7 of the result on |r| <= ln 2 / 2. Underflows to 0 below -87, stays finite above 88; NaN stays NaN. */
 INLINE vfloat exponential(vfloat x) {
-    vfloat low = choose(x < spread(-87.0f), spread(-87.0f), x);
-    vfloat clamped = choose(low > spread(88.0f), spread(88.0f), low);
-    vfloat n = fma_(clamped, spread(1.44269504f), spread(12582912.0f)) - 12582912.0f; /* rounds to an integer */
+    const vfloat clamped = minimum(spread(88.0f), maximum(spread(-87.0f), x));
+    const vfloat rounded = fma_(clamped, spread(1.44269504f), spread(12582912.0f)); /* n in the low bits */
+    const vfloat n = rounded - 12582912.0f;
     vfloat r = fma_(n, spread(-0.693359375f), clamped);
     r = fma_(n, spread(2.12194440e-4f), r);
-    vfloat p = spread(1.0f / 5040);
-    p = fma_(p, r, spread(1.0f / 720));
-    p = fma_(p, r, spread(1.0f / 120));
-    p = fma_(p, r, spread(1.0f / 24));
-    p = fma_(p, r, spread(1.0f / 6));
-    p = fma_(p, r, spread(0.5f));
+    vfloat p = spread(0.008312521f);
+    p = fma_(p, r, spread(0.041890159f));
+    p = fma_(p, r, spread(0.16667114f));
+    p = fma_(p, r, spread(0.49999231f));
     p = fma_(p, r, spread(1.0f));
     p = fma_(p, r, spread(1.0f));
-    vint exponent = (__builtin_convertvector(n, vint) + 127) << 23;
-    return choose(x < spread(-87.0f), spread(0.0f), choose(x == x, p * (vfloat)exponent, x));
+    const vfloat power = (vfloat)((vint)((vuint)rounded << 23) + 0x3f800000);
+    return (vfloat)(~(x < spread(-87.0f)) & (vint)(p * power));
 }
 
 #endif
