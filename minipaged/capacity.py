@@ -9,8 +9,6 @@ from minipaged.errors import ConfigError
 from minipaged.kv.ledger import block_bytes, blocks_for, blocks_in_budget, bytes_per_token
 from minipaged.models.config import ModelConfig
 
-DEFAULT_KV_CACHE_MEMORY = 2**30
-
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
@@ -25,8 +23,11 @@ class Capacity:
     """Most tokens in a sequence, prompt and output."""
 
 
-def plan_capacity(config: EngineConfig, model: ModelConfig, kv_dtype: str) -> Capacity:
-    """Do the arithmetic. Raises `ConfigError` where the settings do not fit the model or each other."""
+def plan_capacity(config: EngineConfig, model: ModelConfig, kv_dtype: str, default_memory: int) -> Capacity:
+    """Do the arithmetic. Raises `ConfigError` where the settings do not fit the model or each other.
+
+    `default_memory`: bytes for the KV cache where the settings do not give its size.
+    """
     limit = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
@@ -35,7 +36,7 @@ def plan_capacity(config: EngineConfig, model: ModelConfig, kv_dtype: str) -> Ca
         )
     token_bytes = bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kv_dtype)
     per_block = block_bytes(config.block_size, token_bytes)
-    num_blocks = _num_blocks(config, config.max_model_len or limit, token_bytes)
+    num_blocks = _num_blocks(config, config.max_model_len or limit, token_bytes, default_memory)
     swap_blocks = config.swap_blocks
     if swap_blocks is None:
         swap_blocks = _whole_blocks("swap_memory", config.swap_memory, config, token_bytes) if config.swap_memory else 0
@@ -55,12 +56,12 @@ def plan_capacity(config: EngineConfig, model: ModelConfig, kv_dtype: str) -> Ca
     )
 
 
-def _num_blocks(config: EngineConfig, max_length: int, token_bytes: int) -> int:
+def _num_blocks(config: EngineConfig, max_length: int, token_bytes: int, default_memory: int) -> int:
     if config.num_blocks is not None:
         return config.num_blocks
     if config.kv_cache_memory is not None:
         return _whole_blocks("kv_cache_memory", config.kv_cache_memory, config, token_bytes)
-    affordable = _whole_blocks("kv_cache_memory (by default)", DEFAULT_KV_CACHE_MEMORY, config, token_bytes)
+    affordable = _whole_blocks("kv_cache_memory (by default)", default_memory, config, token_bytes)
     return min(affordable, config.max_running * blocks_for(max_length, config.block_size))
 
 

@@ -9,8 +9,10 @@ from typing import Literal, get_args
 from minipaged.errors import ConfigError
 
 DeviceName = Literal["auto", "cpu", "cuda", "reference"]
+Dtype = Literal["auto", "float16", "bfloat16"]
 KVDtype = Literal["auto", "float32", "float16", "bfloat16"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
+CHOICES = {"device": DeviceName, "kv_dtype": KVDtype, "dtype": Dtype, "preemption": PreemptionMode}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +34,21 @@ class EngineConfig:
     num_blocks: int | None = None
     """KV blocks in the pool. Excludes `kv_cache_memory`."""
     kv_cache_memory: int | None = None
-    """Bytes for the block pool, used down to the last whole block. None: 1 GiB, or what `max_running` needs if less."""
+    """Bytes for the block pool, used down to the last whole block. None: 1 GiB on the CPU, on a GPU what
+    `memory_fraction` leaves; or what `max_running` needs if that is less."""
+    memory_fraction: float = 0.9
+    """How much of a GPU's memory to use, weights and KV cache and all, if the pool's size is not given: what others use
+    counts too."""
     swap_memory: int = 0
     """Bytes of host memory for preempted sequences; 0: preemption always recomputes. Excludes `swap_blocks`."""
     swap_blocks: int | None = None
     """The same as a number of blocks."""
     kv_dtype: KVDtype = "auto"
-    """Element type of the KV cache; auto: float16 on the CPU, float32 in the reference."""
+    """Element type of the KV cache; auto: float16 on the CPU, float32 in the reference, on a GPU that of `dtype`."""
+    dtype: Dtype = "auto"
+    """Element type of weights and activations on a GPU; auto: bfloat16 if the weights are, else float16."""
+    cuda_graphs: bool = True
+    """Launch decode steps on a GPU as a whole, which takes the host much less time. The results are the same."""
     prefix_caching: bool = True
     """Reuse KV blocks of equal prompt beginnings."""
     preemption: PreemptionMode = "auto"
@@ -53,9 +63,9 @@ class EngineConfig:
     """Check the invariants after every step and fill fresh KV blocks with NaN. Slow."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("device", DeviceName), ("kv_dtype", KVDtype), ("preemption", PreemptionMode)):
+        for name, choices in CHOICES.items():
             _one_of(name, getattr(self, name), get_args(choices))
-        for name in ("prefix_caching", "overlap", "debug"):
+        for name in ("prefix_caching", "overlap", "debug", "cuda_graphs"):
             _one_of(name, getattr(self, name), (True, False))
         for name in ("max_running", "max_batched_tokens", "max_waiting", "block_size"):
             _at_least(name, getattr(self, name), 1)
@@ -67,6 +77,10 @@ class EngineConfig:
             _at_least("swap_blocks", self.swap_blocks, 0)
         if not isinstance(self.swap_bandwidth, Real) or not 0 < self.swap_bandwidth < float("inf"):
             raise ConfigError(f"EngineConfig.swap_bandwidth is {self.swap_bandwidth!r}; expected a finite number > 0.")
+        if not isinstance(self.memory_fraction, Real) or not 0 < self.memory_fraction <= 1:
+            raise ConfigError(
+                f"EngineConfig.memory_fraction is {self.memory_fraction!r}; expected a number > 0 and at most 1."
+            )
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigError("num_blocks and kv_cache_memory both size the block pool; give one of them.")
         if self.swap_blocks is not None and self.swap_memory:

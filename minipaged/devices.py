@@ -121,6 +121,6 @@ def _cuda(config: EngineConfig) -> CudaOps:
     gpu = check_cuda()
     from minipaged.ops.cuda import CudaOps
 
-    ops = CudaOps()
+    ops = CudaOps(graphs=config.cuda_graphs)
     logger.info("Running on %s.", gpu.name)
     return ops

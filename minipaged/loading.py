@@ -6,9 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from minipaged.capacity import Capacity, plan_capacity
 from minipaged.config import EngineConfig
 from minipaged.devices import with_device
@@ -19,7 +16,7 @@ from minipaged.models.llama import Llama
 from minipaged.models.rope import rope_tables
 from minipaged.models.source import ModelSource, open_model
 from minipaged.models.weights import load_weights
-from minipaged.ops.base import Array, CacheShape, Ops, Weight
+from minipaged.ops.base import Array, CacheShape, Dimensions, ElementTypes, Ops, StepLimits, Weight
 from minipaged.progress import Progress
 from minipaged.runner import Runner
 from minipaged.step_loop import StepRunner
@@ -37,7 +34,7 @@ class LoadedModel:
     capacity: Capacity
     runner: StepRunner
     device: str
-    """Which one it runs on: "cpu" or "reference"."""
+    """Which one it runs on: "cuda", "cpu" or "reference"."""
     close: Callable[[], None]
     """Frees what garbage collection does not."""
 
@@ -49,20 +46,11 @@ def load_model(name: str | Path | None, config: EngineConfig, progress: Progress
     """
 
     def load(ops: Ops[Array, Weight]) -> LoadedModel:
-        source = open_model(resolve_model(name, progress))
-        with source.checkpoint:
-            tokenizer = _load_tokenizer(source)
-            chat_template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
-            capacity = plan_capacity(config, source.config, _kv_dtype(config, ops))
-            return LoadedModel(
-                model_config=source.config,
-                tokenizer=tokenizer,
-                chat_template=chat_template,
-                capacity=capacity,
-                runner=_make_runner(source, config, capacity, ops, progress),
-                device=ops.name,
-                close=ops.close,
-            )
+        try:
+            return _load(name, config, ops, progress)
+        except BaseException:
+            ops.close()
+            raise
 
     try:
         return with_device(config, load)
@@ -73,8 +61,36 @@ def load_model(name: str | Path | None, config: EngineConfig, progress: Progress
         ) from error
 
 
-def _kv_dtype(config: EngineConfig, ops: Ops[Array, Weight]) -> str:
-    return ops.kv_dtype if config.kv_dtype == "auto" else config.kv_dtype
+def _load(name: str | Path | None, config: EngineConfig, ops: Ops[Array, Weight], progress: Progress) -> LoadedModel:
+    source = open_model(resolve_model(name, progress))
+    with source.checkpoint:
+        tokenizer = _load_tokenizer(source)
+        chat_template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
+        _prepare(ops, source, config, progress)
+        capacity, runner = _make_runner(source, config, ops, progress)
+        return LoadedModel(
+            model_config=source.config,
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            capacity=capacity,
+            runner=runner,
+            device=ops.name,
+            close=ops.close,
+        )
+
+
+def _prepare(ops: Ops[Array, Weight], source: ModelSource, config: EngineConfig, progress: Progress) -> None:
+    model, embedding = source.config, source.checkpoint.tensors.get("model.embed_tokens.weight")
+    dimensions = Dimensions(
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_query_heads=model.num_query_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=config.block_size,
+    )
+    stored = "" if embedding is None else embedding.encoding  # that it is missing is said when weights are loaded
+    ops.prepare(dimensions, ElementTypes(weights=config.dtype, cache=config.kv_dtype, stored=stored), progress)
 
 
 def _load_tokenizer(source: ModelSource) -> Tokenizer:
@@ -85,15 +101,34 @@ def _load_tokenizer(source: ModelSource) -> Tokenizer:
 
 
 def _make_runner(
-    source: ModelSource, config: EngineConfig, capacity: Capacity, ops: Ops[Array, Weight], progress: Progress
-) -> Runner[Array, Weight]:
+    source: ModelSource, config: EngineConfig, ops: Ops[Array, Weight], progress: Progress
+) -> tuple[Capacity, Runner[Array, Weight]]:
     model = source.config
+    kv_dtype = ops.kv_dtype if config.kv_dtype == "auto" else config.kv_dtype
+
+    def plan() -> Capacity:
+        return plan_capacity(config, model, kv_dtype, ops.cache_memory(config.memory_fraction))
+
+    def shape(num_blocks: int) -> CacheShape:
+        return CacheShape(num_blocks, model.num_layers, model.num_kv_heads, config.block_size, model.head_dim)
+
+    most = plan()  # before the weights take their part, so that what cannot fit is refused before they are read
     weights = load_weights(source.checkpoint, model, ops, progress)
-    rope = ops.load_rope(*rope_tables(model, capacity.max_model_len))
-    cache, host_cache = _allocate(model, config, capacity, ops)
-    return Runner(
+    llama = Llama(model, weights, ops, ops.load_rope(*rope_tables(model, most.max_model_len)))
+    limits = StepLimits(config.max_batched_tokens, config.max_running, most.max_model_len)
+    ops.reserve(limits, shape(1), lambda batch, cache: llama.logits(llama.forward(batch, cache), batch))
+    capacity = plan()
+    try:
+        cache = ops.allocate_cache(shape(capacity.num_blocks), kv_dtype)
+        host_cache = ops.allocate_host_cache(shape(capacity.swap_blocks), kv_dtype)
+    except (MemoryError, ValueError) as error:  # more than NumPy can count is a ValueError
+        raise DeviceError(
+            f"There is not enough memory for {capacity.num_blocks} KV blocks and {capacity.swap_blocks} swap blocks of "
+            f"{capacity.block_bytes} bytes; give a smaller kv_cache_memory (or num_blocks) or swap_memory."
+        ) from error
+    runner = Runner(
         ops,
-        Llama(model, weights, ops, rope),
+        llama,
         cache,
         host_cache,
         config,
@@ -101,24 +136,4 @@ def _make_runner(
         max_model_len=capacity.max_model_len,
         eos_token_ids=model.eos_token_ids,
     )
-
-
-def _allocate(
-    model: ModelConfig, config: EngineConfig, capacity: Capacity, ops: Ops[Array, Weight]
-) -> tuple[Array, NDArray[np.uint8]]:
-    """The block pools of both tiers."""
-
-    def shape(num_blocks: int) -> CacheShape:
-        return CacheShape(num_blocks, model.num_layers, model.num_kv_heads, config.block_size, model.head_dim)
-
-    dtype = _kv_dtype(config, ops)
-    try:
-        return (
-            ops.allocate_cache(shape(capacity.num_blocks), dtype),
-            ops.allocate_host_cache(shape(capacity.swap_blocks), dtype),
-        )
-    except (MemoryError, ValueError) as error:  # more than NumPy can count is a ValueError
-        raise DeviceError(
-            f"There is not enough memory for {capacity.num_blocks} KV blocks and {capacity.swap_blocks} swap blocks of "
-            f"{capacity.block_bytes} bytes; give a smaller kv_cache_memory (or num_blocks) or swap_memory."
-        ) from error
+    return capacity, runner

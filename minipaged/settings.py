@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from typing import TypedDict
 
-from minipaged.config import DeviceName, EngineConfig, KVDtype, PreemptionMode
+from minipaged.config import DeviceName, Dtype, EngineConfig, KVDtype, PreemptionMode
 from minipaged.errors import ConfigError
 
 
@@ -21,9 +21,12 @@ class EngineSettings(TypedDict, total=False):
     block_size: int
     num_blocks: int | None
     kv_cache_memory: int | None
+    memory_fraction: float
     swap_memory: int
     swap_blocks: int | None
     kv_dtype: KVDtype
+    dtype: Dtype
+    cuda_graphs: bool
     prefix_caching: bool
     preemption: PreemptionMode
     swap_bandwidth: float

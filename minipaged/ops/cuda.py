@@ -1,8 +1,8 @@
 """CudaOps: the Ops protocol on an NVIDIA GPU, through CuPy, with this project's own kernels (the folder cuda/).
 
 Weights and activations are float16 or bfloat16, sums float32. All kernels run on one stream, in the order of the calls.
-The arrays of a step lie in a workspace that is allocated once, so that a forward pass allocates nothing, and a decode can
-be captured into a CUDA graph and launched as a whole.
+The arrays of a step lie in a workspace that is allocated once, so that a forward pass allocates nothing, and a decode
+can be captured into a CUDA graph and launched as a whole.
 """
 
 from __future__ import annotations
@@ -32,22 +32,12 @@ from minipaged.ops.base import (
 from minipaged.ops.cuda_batch import DeviceBatch, Step, StepBuffer
 from minipaged.ops.cuda_errors import cuda_errors
 from minipaged.ops.cuda_graphs import Graphs
-from minipaged.ops.cuda_kernels import (
-    FEW,
-    FEW_GATED,
-    KV_SPLIT,
-    MANY,
-    MANY_GATED,
-    SOME,
-    SOME_GATED,
-    CudaKernels,
-    Tile,
-)
+from minipaged.ops.cuda_kernels import GATED, LINEAR, LOGITS, CudaKernels, Tile, tile_for
 from minipaged.ops.cuda_memory import CudaMemory
 from minipaged.ops.cuda_modules import CudaModules
 from minipaged.ops.cuda_staging import Staging
 from minipaged.ops.cuda_transfers import BlockTransfers
-from minipaged.ops.cuda_weights import DEVICE_TYPES, HOST_TYPES, WeightLoader
+from minipaged.ops.cuda_weights import DEVICE_TYPES, WeightLoader
 from minipaged.ops.cuda_workspace import NO_MEMORY, Workspace, WorkspaceFullError
 from minipaged.ops.tensor import HostTensor
 from minipaged.progress import Progress
@@ -144,7 +134,7 @@ class CudaOps:
         """The forward passes of a step with the most tokens and of a decode with the most sequences are tried out."""
         self._graphs = Graphs(self._stream, self._workspace, limits.max_sequences)
         self._steps = StepBuffer(self._memory, self._kernels, self._staging, limits, shape.block_size)
-        self._most_splits = -(-limits.max_model_len // KV_SPLIT)
+        self._most_splits = -(-limits.max_model_len // self._kernels.kv_split)
         cache = self._memory.array(NO_MEMORY, (1, *_block_shape(shape)), self._dtype, None)
 
         def run(num_tokens: int) -> None:
@@ -255,25 +245,24 @@ class CudaOps:
     def linear(self, x: cupy.ndarray, weight: cupy.ndarray, bias: cupy.ndarray | None) -> cupy.ndarray:
         """Rounded to the element type."""
         out = self._take((len(x), len(weight)), self._dtype)
-        self._multiply(_tile(len(x), FEW, SOME, MANY), "", x, weight, bias, out)
+        self._multiply(tile_for(len(x), LINEAR), x, weight, bias, out)
         return out
 
     def logits(self, x: cupy.ndarray, head: cupy.ndarray) -> cupy.ndarray:
         """Not rounded."""
         out = self._take((len(x), len(head)), np.float32)
-        self._multiply(_tile(len(x), FEW, SOME, MANY), "_float32", x, head, None, out)
+        self._multiply(tile_for(len(x), LOGITS), x, head, None, out)
         return out
 
     def gated_linear(self, x: cupy.ndarray, gate_up: cupy.ndarray, bias: cupy.ndarray | None) -> cupy.ndarray:
         """Both products in one kernel, which multiplies them before they are rounded."""
         out = self._take((len(x), len(gate_up) // 2), self._dtype)
-        self._multiply(_tile(len(x), FEW_GATED, SOME_GATED, MANY_GATED), "", x, gate_up, bias, out)
+        self._multiply(tile_for(len(x), GATED), x, gate_up, bias, out)
         return out
 
     def _multiply(
         self,
         tile: Tile,
-        kind: str,
         x: cupy.ndarray,
         weight: cupy.ndarray,
         bias: cupy.ndarray | None,
@@ -282,7 +271,7 @@ class CudaOps:
         num_columns, depth = weight.shape
         blocks = -(-len(x) // tile.rows) * -(-num_columns // tile.columns)
         arguments = (x, weight, bias, out, np.int32(len(x)), np.int32(num_columns), np.int32(depth))
-        self._kernels.launch(f"{tile.kernel}{kind}", (blocks,), 128, arguments, tile.shared_bytes)
+        self._kernels.launch(tile.kernel, (blocks,), 128, arguments, tile.shared_bytes)
 
     def rope_and_cache(
         self,
@@ -415,18 +404,15 @@ class CudaOps:
     # Blocks
 
     def fill_blocks(self, cache: cupy.ndarray, blocks: Sequence[int], value: float) -> None:
-        """From one block that is uploaded."""
-        block_bytes = cache.nbytes // len(cache)
-        filled = np.full(block_bytes // self._dtype.itemsize, value, HOST_TYPES[self._element]).view(np.int32)
-        source = self.upload(filled)
-        for block in blocks:
-            self._copy(cache.data.ptr + block * block_bytes, source.data.ptr, block_bytes)
+        """By one kernel."""
+        vectors = cache.nbytes // len(cache) // 16
+        arguments = (cache, self.upload(np.array(blocks, np.int32)), np.float32(value), np.int32(vectors))
+        self._kernels.launch("fill_blocks", (len(blocks), -(-vectors // 1024)), 256, arguments)
 
     def copy_blocks(self, cache: cupy.ndarray, pairs: Sequence[tuple[int, int]]) -> None:
         """All of them by one kernel."""
         vectors = cache.nbytes // len(cache) // 16
-        on_device = self.upload(np.array(pairs, np.int32))
-        arguments = (cache, on_device, np.int32(vectors))
+        arguments = (cache, self.upload(np.array(pairs, np.int32)), np.int32(vectors))
         self._kernels.launch("copy_blocks", (len(pairs), -(-vectors // 1024)), 256, arguments)
 
     def blocks_to_host(
@@ -483,11 +469,6 @@ def _check(dimensions: Dimensions, element: str, cache_type: str) -> None:
 
 def _block_shape(shape: CacheShape) -> tuple[int, ...]:
     return (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-
-
-def _tile(num_rows: int, few: Tile, some: Tile, many: Tile) -> Tile:
-    """The quickest for so many rows; the bits are the same."""
-    return few if num_rows <= few.rows else some if num_rows <= 4 * some.rows else many
 
 
 def _parts(num_rows: int, num_top: int) -> tuple[slice, slice, slice, slice]:

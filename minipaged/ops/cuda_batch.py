@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from minipaged.ops.base import Batch, HostArray, StepLimits
-from minipaged.ops.cuda_kernels import KV_SPLIT, CudaKernels
+from minipaged.ops.cuda_kernels import CudaKernels
 from minipaged.ops.cuda_memory import CudaMemory
 from minipaged.ops.cuda_staging import Staging
 
@@ -40,7 +40,7 @@ class DeviceBatch:
     batch: Batch[cupy.ndarray]
     query_starts: NDArray[np.int32]
     num_splits: int
-    """Of KV_SPLIT positions, that the longest sequence has, or more."""
+    """Of `CudaKernels.kv_split` positions, that the longest sequence has, or more."""
 
     @property
     def is_decode(self) -> bool:
@@ -92,7 +92,9 @@ class StepBuffer:
         num_tokens, num_sequences, _ = sizes
         starts = np.minimum(np.arange(num_sequences + 1, dtype=np.int32), num_tokens)
         starts[-1] = num_tokens
-        return DeviceBatch(self._views(sizes, _layout(sizes, 0)), starts, -(-self._limits.max_model_len // KV_SPLIT))
+        return DeviceBatch(
+            self._views(sizes, _layout(sizes, 0)), starts, -(-self._limits.max_model_len // self._kernels.kv_split)
+        )
 
     def send(self, batch: Batch[HostArray], changed: NDArray[np.int64], padded_size: int | None) -> Step:
         """Start the copy, and update the block tables when it has arrived. `padded_size`: of a decode, or None."""
@@ -100,7 +102,7 @@ class StepBuffer:
         assert num_tokens <= self._limits.max_tokens, f"{num_tokens} tokens in a step"
         assert num_sequences <= self._limits.max_sequences, f"{num_sequences} sequences in a step"
         arrays = {name: np.asarray(getattr(batch, name), dtype) for name, dtype in FIELDS}
-        num_splits = int(arrays["positions"].max()) // KV_SPLIT + 1
+        num_splits = int(arrays["positions"].max()) // self._kernels.kv_split + 1
         query_starts = arrays["query_starts"].astype(np.int32, copy=False)
         if padded_size is None:
             self._send(arrays, sizes, *self._changes(batch.block_tables, changed))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,12 +37,28 @@ class Tile:
         return 2 * self.stages * self.depth * (self.rows + self.columns)
 
 
-FEW = Tile("linear_few", rows=16, columns=32, depth=128, stages=6)
-SOME = Tile("linear_some", rows=64, columns=32, depth=64, stages=6)
-MANY = Tile("linear_many", rows=128, columns=128, depth=64, stages=3)
-FEW_GATED = Tile("linear_few_gated", rows=16, columns=64, depth=128, stages=4)
-SOME_GATED = Tile("linear_some_gated", rows=64, columns=128, depth=64, stages=4)
-MANY_GATED = Tile("linear_many_gated", rows=128, columns=128, depth=64, stages=3)
+def _tiles(suffix: str, few: Tile, some: Tile) -> tuple[Tile, Tile, Tile]:
+    many = Tile("linear_many", rows=128, columns=128, depth=64, stages=3)
+    few, some, many = (replace(tile, kernel=tile.kernel + suffix) for tile in (few, some, many))
+    return few, some, many
+
+
+NARROW = (
+    Tile("linear_few", rows=16, columns=32, depth=128, stages=6),
+    Tile("linear_some", rows=64, columns=32, depth=64, stages=6),
+)
+WIDE = (
+    Tile("linear_few", rows=16, columns=64, depth=128, stages=4),
+    Tile("linear_some", rows=64, columns=128, depth=64, stages=4),
+)
+LINEAR, LOGITS, GATED = _tiles("", *NARROW), _tiles("_float32", *WIDE), _tiles("_gated", *WIDE)
+"""Kernels of one result, for few, some and many rows; which of them computes it does not change a bit."""
+
+
+def tile_for(num_rows: int, tiles: tuple[Tile, Tile, Tile]) -> Tile:
+    """The quickest for so many rows."""
+    few, some, many = tiles
+    return few if num_rows <= few.rows else some if num_rows <= 4 * some.rows else many
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +88,7 @@ class CudaKernels:
     def __init__(self, modules: CudaModules, stream: cupy.cuda.Stream, *, element: str, head_dim: int) -> None:
         self._stream = stream
         self._errors = error_classes()
+        self.kv_split = KV_SPLIT
         self._functions: dict[str, cupy.RawKernel] = {}
         self.is_counting = False
         """Nothing is launched while the workspace is measured."""
@@ -82,13 +99,10 @@ class CudaKernels:
         kernels = {
             Source("embed", (of_type,)): ["embed"],
             Source("rms_norm", (of_type,)): ["rms_norm"],
-            Source("linear", (of_type,)): [
-                name
-                for tile in (FEW, SOME, MANY)
-                for name in (tile.kernel, f"{tile.kernel}_float32", f"{tile.kernel}_gated")
-            ],
+            Source("linear", (of_type,)): [tile.kernel for tile in (*LINEAR, *LOGITS, *GATED)],
+            Source("fill_blocks", (of_type,)): ["fill_blocks"],
             Source("rope_and_cache", of_head): ["rope_and_cache"],
-            Source("attention", (*of_head, f"KV_SPLIT={KV_SPLIT}")): [
+            Source("attention", (*of_head, f"KV_SPLIT={self.kv_split}")): [
                 "attention_decode",
                 "attention",
                 "attention_combine",
@@ -100,10 +114,8 @@ class CudaKernels:
         }
         for module, names in zip(modules.load(list(kernels)), kernels.values(), strict=True):
             self._functions |= {name: module.get_function(name) for name in names}
-        for tile in (FEW, SOME, MANY, FEW_GATED, SOME_GATED, MANY_GATED, self.attention_decode, self.attention_any):
-            names = [tile.kernel, f"{tile.kernel}_float32"] if tile in (FEW, SOME, MANY) else [tile.kernel]
-            for name in names:
-                self._functions[name].max_dynamic_shared_size_bytes = tile.shared_bytes
+        for tile in (*LINEAR, *LOGITS, *GATED, self.attention_decode, self.attention_any):
+            self._functions[tile.kernel].max_dynamic_shared_size_bytes = tile.shared_bytes
 
     def launch(
         self,
