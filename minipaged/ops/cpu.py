@@ -1,8 +1,8 @@
 """CpuOps: the Ops protocol on this project's own kernels (the folder cpu/), compiled when the package is installed.
 
 An operation is a `Command`, a record of addresses and sizes. Called alone it runs at once. Inside `replay` the commands
-of a whole forward pass are recorded and run in one call, without the GIL; a decode step of a size seen before runs the
-recorded commands again, so that Python's share of a step does not grow with the number of layers.
+of a whole forward pass are recorded and run in one call, without the GIL; a step of a size seen before runs the recorded
+commands again, so that Python's share of a step does not grow with the number of layers.
 
 Activations are float32. Before a product with a quantised matrix they are quantised to 8 bits per group of 32, by the
 thread that made them. K is kept transposed within its block, [head_dim, block_size].
@@ -29,8 +29,8 @@ from minipaged.ops.tensor import HostTensor
 
 MAX_HEAD_DIM = 256
 MAX_BLOCK_SIZE = 64
-RECORDED_TOKENS = 512
-"""Steps of up to so many tokens, one per sequence, are kept for replay."""
+MAX_RECORDED = 256
+"""Recorded passes that are kept, one for each number of tokens and of rows that sample; some 60 kB each."""
 
 EMBED, RMS_NORM, QUANTISE, LINEAR, ROPE_CACHE, ATTENTION, SILU_MUL, TAKE, SAMPLE = range(9)
 
@@ -49,6 +49,10 @@ COMMAND_DTYPE = np.dtype(
 HEADER_FIELDS = ("token_ids", "positions", "slots", "query_starts", "rows", "block_tables", "sampled")
 """`BatchHeader` of cpu/command.h: these addresses, then the tables' width and the number of sequences."""
 
+COMMAND_FIELDS = COMMAND_DTYPE.names or ()
+
+Command = dict[str, int | float]
+"""Fields of a command; those left out are 0."""
 Commands = NDArray[np.void]
 Function = Callable[[Batch[Array]], Array]
 
@@ -69,7 +73,7 @@ class _Product:
     The place for it is taken together with the array's: what is free later may be in use when the command runs.
     """
 
-    command: Commands
+    command: Command
     quantised: _Quantised
     is_quantised: bool = False
 
@@ -108,7 +112,7 @@ class CpuOps(HostArrays):
         self._header = np.zeros(len(HEADER_FIELDS) + 2, np.uint64)
         self._workspace = Workspace(2**20)
         self._scratch = np.empty(0, np.float32)
-        self._recording: list[Commands] | None = None
+        self._recording: list[Command] | None = None
         self._recorded: dict[tuple[Function, int, int], _Recorded] = {}
         self._batch: Batch[Array] | None = None
 
@@ -146,14 +150,11 @@ class CpuOps(HostArrays):
 
     def replay(self, function: Function, batch: Batch[Array]) -> Array:
         """`function(batch)`, recorded and run in one call."""
-        num_tokens, num_sampled = len(batch.token_ids), len(batch.sampled)
-        key = (function, num_tokens, num_sampled)
-        is_decode = num_tokens == len(batch.rows) and num_tokens <= RECORDED_TOKENS
-        recorded = self._recorded.get(key) if is_decode else None
-        if recorded is None:
-            recorded = self._record(function, batch)
-            if is_decode:
-                self._recorded[key] = recorded
+        key = (function, len(batch.token_ids), len(batch.sampled))
+        recorded = self._recorded.pop(key, None) or self._record(function, batch)
+        self._recorded[key] = recorded  # the latest last
+        if len(self._recorded) > MAX_RECORDED:
+            del self._recorded[next(iter(self._recorded))]
         self._fill_header(batch)
         self._run(recorded.commands)
         return recorded.output
@@ -161,12 +162,12 @@ class CpuOps(HostArrays):
     def _record(self, function: Function, batch: Batch[Array]) -> _Recorded:
         while True:
             self._workspace.reset()
-            commands: list[Commands] = []
+            commands: list[Command] = []
             self._recording = commands
             self._batch = batch
             try:
                 output = function(batch)
-                return _Recorded(np.concatenate(commands), output)
+                return _Recorded(_as_array(commands), output)
             except WorkspaceFullError:
                 self._recorded.clear()  # they point into the memory that is about to be replaced
                 self._workspace.grow()
@@ -178,14 +179,11 @@ class CpuOps(HostArrays):
         _cpu_kernels.run(self._team, self.instruction_set, commands)
         self.kernel_seconds += time.perf_counter() - started
 
-    def _emit(self, output: Array, **fields: int | float) -> Commands:
+    def _emit(self, output: Array, **fields: int | float) -> Command:
         """A command that makes `output`: recorded, or run at once."""
-        command = np.zeros(1, COMMAND_DTYPE)
-        for name, value in fields.items():
-            command[name] = value
-        command["output"] = _address(output)
+        command: Command = {"output": _address(output), **fields}
         if self._recording is None:
-            self._run(command)
+            self._run(_as_array([command]))
         else:
             self._recording.append(command)
         return command
@@ -288,8 +286,7 @@ class CpuOps(HostArrays):
         if isinstance(product, _Product) and product.quantised.q.shape == x.shape:  # the whole of it
             if not product.is_quantised:
                 product.is_quantised = True
-                for name, value in _quantised_fields(product.quantised).items():
-                    product.command[name] = value
+                product.command.update(_quantised_fields(product.quantised))
             return product.quantised
         rows, width = x.shape
         quantised = self._empty_quantised(rows, width)
@@ -395,6 +392,10 @@ class CpuOps(HostArrays):
         if batch.num_logprobs < 0:
             return Sampled(token_ids, None, None, None)
         return Sampled(token_ids, *logprobs(float32(raw_logits), token_ids, batch.num_logprobs))
+
+
+def _as_array(commands: list[Command]) -> Commands:
+    return np.array([tuple(command.get(name, 0) for name in COMMAND_FIELDS) for command in commands], COMMAND_DTYPE)
 
 
 def _address(array: Array) -> int:

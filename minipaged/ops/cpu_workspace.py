@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from bisect import insort
 
@@ -49,14 +50,15 @@ class Workspace:
     def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[np.generic]:
         """An array, its content undefined. Raises `WorkspaceFullError`."""
         dtype = np.dtype(dtype)
-        size = -(-int(np.prod(shape, dtype=np.int64)) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        count = math.prod(shape)
+        size = -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 self._free[index] = (start + size, end)
                 span = Span(self._memory[start : start + size])
                 weakref.finalize(span, self._give_back, start, start + size, self._epoch)
                 flat = np.asarray(span).view(dtype)
-                return flat[: int(np.prod(shape, dtype=np.int64))].reshape(shape)
+                return flat[:count].reshape(shape)
         raise WorkspaceFullError
 
     def _give_back(self, start: int, end: int, epoch: object) -> None:
