@@ -47,7 +47,7 @@ def load_model(name: str | Path | None, config: EngineConfig, progress: Progress
 
     def load(ops: Ops[Array, Weight]) -> LoadedModel:
         try:
-            return _load(name, config, ops, progress)
+            return load_onto(ops, name, config, progress)
         except BaseException:
             ops.close()
             raise
@@ -61,7 +61,10 @@ def load_model(name: str | Path | None, config: EngineConfig, progress: Progress
         ) from error
 
 
-def _load(name: str | Path | None, config: EngineConfig, ops: Ops[Array, Weight], progress: Progress) -> LoadedModel:
+def load_onto(
+    ops: Ops[Array, Weight], name: str | Path | None, config: EngineConfig, progress: Progress
+) -> LoadedModel:
+    """As `load_model`, on a device that is there already; the caller closes it if this fails."""
     source = open_model(resolve_model(name, progress))
     with source.checkpoint:
         tokenizer = _load_tokenizer(source)
