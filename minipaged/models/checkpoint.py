@@ -63,6 +63,20 @@ class Checkpoint:
             rows = rows.reshape(1, -1) if len(stored.shape) == 1 else rows
         return HostTensor(name, stored.shape, stored.encoding, rows, stored.decode)
 
+    def release(self, name: str) -> None:
+        """Let the pages of a tensor leave memory: it has been copied. They come back from the file if read again."""
+        data = self.tensors[name].data
+        whole = data
+        while isinstance(whole.base, np.ndarray):
+            whole = whole.base
+        mapped = getattr(whole.base, "obj", whole.base)  # NumPy holds a buffer by a memoryview
+        if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            start = data.ctypes.data - whole.ctypes.data
+            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages only: others share the last ones
+            end = (start + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < end:
+                mapped.madvise(mmap.MADV_DONTNEED, first, end - first)
+
     def close(self) -> None:
         """Let go of the files. Tensors taken out before stay valid, and keep their file mapped while they live."""
         self.tensors = {}

@@ -122,8 +122,11 @@ class _Loader(Generic[Array, Weight]):
         return self._load(self._ops.load_vector, modules, "bias")
 
     def _load(self, load: Callable[[Sequence[HostTensor]], T], modules: Sequence[str], kind: str) -> T:
-        tensors = [self._checkpoint.tensor(f"{module}.{kind}") for module in modules]
+        names = [f"{module}.{kind}" for module in modules]
+        tensors = [self._checkpoint.tensor(name) for name in names]
         loaded = load(tensors)
+        for name in names:
+            self._checkpoint.release(name)
         self._done += sum(tensor.rows.nbytes for tensor in tensors)
         self._progress("Loading weights", self._done, self._total)
         return loaded
