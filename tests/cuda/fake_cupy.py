@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import time
 import types
 import weakref
 from collections.abc import Sequence
@@ -219,13 +220,16 @@ class Graph:
 class Event:
     """cupy.cuda.Event."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, disable_timing: bool = False) -> None:
         self._gpu = gpu
+        self.is_timed = not disable_timing
         self.recorded: tuple[Queue, int] | None = None
+        self.seconds = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         queue = self._gpu.queue if stream is None else stream.queue
         self.recorded = (queue, queue.end)
+        self.seconds = time.perf_counter()
 
     @property
     def done(self) -> bool:
@@ -236,6 +240,15 @@ class Event:
         if self.recorded is not None:
             queue, end = self.recorded
             queue.run_until(end)
+
+
+def get_elapsed_time(start: Event, end: Event) -> float:
+    """Milliseconds, of no meaning: those between the calls that recorded the events."""
+    if not (start.is_timed and end.is_timed and start.recorded and end.recorded):
+        raise CudaError("cudaErrorInvalidResourceHandle: an event was not recorded, or made without timing")
+    if any(event.recorded and event.recorded[0].done < event.recorded[1] for event in (start, end)):
+        raise CudaError("cudaErrorNotReady: device not ready")
+    return 1e3 * (end.seconds - start.seconds)
 
 
 def _advance(gpu: Gpu, queue: Queue, end: int) -> bool:
@@ -258,6 +271,7 @@ class Device:
             "MaxSharedMemoryPerBlockOptin": gpu.shared_limit,
             "MultiProcessorCount": 4,
             "WarpSize": 32,
+            "L2CacheSize": 4096,
         }
 
     @property
@@ -437,7 +451,8 @@ def fake_cupy(gpu: Gpu) -> dict[str, types.ModuleType]:
     cuda = _module(
         "cupy.cuda",
         Stream=NewStream,
-        Event=lambda block=False, disable_timing=False: Event(gpu),
+        Event=lambda block=False, disable_timing=False: Event(gpu, disable_timing),
+        get_elapsed_time=get_elapsed_time,
         Graph=Graph,
         Device=lambda device=0: Device(gpu),
         MemoryPointer=MemoryPointer,
