@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 HEAD_DIMS = (64, 80, 96, 128, 256)
 STAGING_BYTES = 8 << 20
 STAGING_BUFFERS = 3
+UPLOAD_BYTES = 4 << 20
+"""For what `upload` returns: settings and penalties of the sequences that run. More comes from CuPy's pool."""
 RESULT_BYTES = 64 << 10
 """At first; more where many log-probabilities are asked for."""
 MOST_PARTIALS = 1024
@@ -74,6 +76,7 @@ class CudaOps:
             self._results = self._memory.allocate_pinned(RESULT_BYTES, "results")
             self._results_ready: cupy.cuda.Event = cupy.cuda.Event(block=True, disable_timing=True)
         self._workspace = Workspace(self._memory)
+        self._uploads = Workspace(self._memory)
         self._transfers = BlockTransfers(self._stream)
         self._step: Step | None = None
 
@@ -150,7 +153,8 @@ class CudaOps:
         finally:
             self._kernels.is_counting = False
             self._step = None
-        self._workspace.allocate(max(needed))
+        self._workspace.allocate(max(needed), "the arrays of a step")
+        self._uploads.allocate(UPLOAD_BYTES, "settings of requests")
 
     def allocate_cache(self, shape: CacheShape, dtype: str) -> cupy.ndarray:
         """Zeros, and one block behind them for the tokens that fill up a decode."""
@@ -169,8 +173,7 @@ class CudaOps:
 
     def upload(self, array: HostArray) -> cupy.ndarray:
         """A copy that is on its way; the caller may reuse its buffer."""
-        with self._stream, cuda_errors(f"allocate {array.nbytes} bytes"):
-            uploaded = self._cupy.empty(array.shape, array.dtype)
+        uploaded = self._take_from(self._uploads, array.shape, array.dtype)
         self._staging.send_array(uploaded.data.ptr, array)
         return uploaded
 
@@ -212,9 +215,13 @@ class CudaOps:
         return function(batch)
 
     def _take(self, shape: tuple[int, ...], dtype: DTypeLike) -> cupy.ndarray:
-        """An array for this step: from the workspace; from CuPy's pool what is more than was planned for."""
+        """An array for this step."""
+        return self._take_from(self._workspace, shape, dtype)
+
+    def _take_from(self, space: Workspace, shape: tuple[int, ...], dtype: DTypeLike) -> cupy.ndarray:
+        """What is more than was planned for comes from CuPy's pool, but a graph's addresses must remain its own."""
         try:
-            return self._workspace.take(shape, dtype)
+            return space.take(shape, dtype)
         except WorkspaceFullError:
             if self._graphs.is_capturing:
                 raise

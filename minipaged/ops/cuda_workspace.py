@@ -1,9 +1,10 @@
-"""Workspace: the arrays of a step, in one span of device memory that never moves."""
+"""Workspace: arrays that come and go, in one span of device memory that never moves."""
 
 from __future__ import annotations
 
 import weakref
 from bisect import insort
+from collections import deque
 from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING
@@ -29,10 +30,6 @@ class WorkspaceFullError(Exception):
 
 class Span:
     """Owner of a piece: it is free again when no array over it is referenced."""
-
-    def __init__(self, start: int, end: int) -> None:
-        self.start = start
-        self.end = end
 
 
 class Workspace:
@@ -60,20 +57,21 @@ class Workspace:
             self._size = 0
             self.reset()
 
-    def allocate(self, num_bytes: int) -> None:
-        """The memory. Raises `DeviceError`."""
-        array = self._memory.allocate((num_bytes,), np.uint8, "the arrays of a step")
+    def allocate(self, num_bytes: int, what: str) -> None:
+        """The memory, `what` it is for. Raises `DeviceError`."""
+        array = self._memory.allocate((num_bytes,), np.uint8, what)
         self._address, self._size = array.data.ptr, num_bytes
         self.reset()
 
     def reset(self) -> None:
         """Everything is free; arrays handed out before must not be used again."""
-        self._epoch = object()
+        self._returned: deque[tuple[int, int]] = deque()
         self._free = [(0, self._size)]
 
     def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> cupy.ndarray:
         """An array, its content undefined. Raises `WorkspaceFullError`."""
-        size = -(-prod(shape) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
+        self._collect()
+        size = _aligned_size(shape, dtype)
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 self._free[index] = (start + size, end)
@@ -83,7 +81,8 @@ class Workspace:
 
     def take_again(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> cupy.ndarray:
         """The array that was handed out at this address; its place must be free."""
-        size = -(-prod(shape) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
+        self._collect()
+        size = _aligned_size(shape, dtype)
         wanted = address - self._address
         index = next(index for index, (start, end) in enumerate(self._free) if start <= wanted and wanted + size <= end)
         start, end = self._free[index]
@@ -91,18 +90,23 @@ class Workspace:
         return self._array(wanted, size, shape, dtype)
 
     def _array(self, start: int, size: int, shape: tuple[int, ...], dtype: DTypeLike) -> cupy.ndarray:
-        span = Span(start, start + size)
-        weakref.finalize(span, self._give_back, span.start, span.end, self._epoch).atexit = False
+        span = Span()
+        # Only noted: garbage is collected on any thread.
+        weakref.finalize(span, self._returned.append, (start, start + size)).atexit = False
         return self._memory.array(self._address + start, shape, dtype, span)
 
-    def _give_back(self, start: int, end: int, epoch: object) -> None:
-        if epoch is not self._epoch:
-            return
-        insort(self._free, (start, end))
-        merged: list[tuple[int, int]] = []
-        for piece in self._free:
-            if merged and merged[-1][1] == piece[0]:
-                merged[-1] = (merged[-1][0], piece[1])
-            elif piece[0] < piece[1]:
-                merged.append(piece)
-        self._free = merged
+    def _collect(self) -> None:
+        """Pieces that were given back are free."""
+        while self._returned:
+            insort(self._free, self._returned.popleft())
+            merged: list[tuple[int, int]] = []
+            for piece in self._free:
+                if merged and merged[-1][1] == piece[0]:
+                    merged[-1] = (merged[-1][0], piece[1])
+                elif piece[0] < piece[1]:
+                    merged.append(piece)
+            self._free = merged
+
+
+def _aligned_size(shape: tuple[int, ...], dtype: DTypeLike) -> int:
+    return -(-prod(shape) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from minipaged.ops import cuda_kernels
+from minipaged.config import Dtype
+from minipaged.models.config import ModelConfig
+from minipaged.models.llama import Llama
+from minipaged.models.rope import rope_tables
+from minipaged.models.source import open_model
+from minipaged.models.weights import load_weights
 from minipaged.ops import cuda as cuda_ops
+from minipaged.ops import cuda_kernels
+from minipaged.ops.base import Batch, CacheShape, Dimensions, ElementTypes, StepLimits
+from minipaged.ops.cuda import CudaOps
+from minipaged.ops.host_arrays import Array
+from minipaged.ops.reference import ReferenceOps
+from minipaged.progress import no_progress
 from tests.cuda.fake_cupy import fake_cupy
 from tests.cuda.fake_driver import FakeDriver, use_fake_driver
 from tests.cuda.fake_gpu import Gpu
 from tests.cuda.fake_nvrtc import use_fake_nvrtc
+
+if TYPE_CHECKING:
+    import cupy
 
 KV_SPLIT = 64
 """Positions: few, so that short sequences have several splits."""
@@ -32,3 +51,74 @@ def imaginary_gpu(gpu: Gpu) -> Iterator[Gpu]:
         patch.setattr(cuda_kernels, "KV_SPLIT", KV_SPLIT)
         patch.setattr(cuda_ops, "STAGING_BYTES", 1 << 20)
         yield gpu
+        gc.collect()
+        left = (gpu.used_bytes, gpu.cached_bytes, gpu.unpooled_bytes, gpu.pinned)
+        assert left == (0, 0, 0, {}), f"left on the GPU, and pinned on the host: {left}"
+
+
+def dimensions_of(config: ModelConfig, block_size: int) -> Dimensions:
+    """As the engine gives them to `prepare`."""
+    return Dimensions(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_query_heads=config.num_query_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+    )
+
+
+class Machine:
+    """CudaOps with a tiny model on it, whose cache is full of NaN, and the same on ReferenceOps."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        element: Dtype = "float16",
+        graphs: bool = True,
+        max_tokens: int = 64,
+        max_sequences: int = 12,
+        max_model_len: int = 256,
+        num_blocks: int = 64,
+        block_size: int = 16,
+    ) -> None:
+        source = open_model(model)
+        self.config = source.config
+        self.shape = CacheShape(
+            num_blocks, self.config.num_layers, self.config.num_kv_heads, block_size, self.config.head_dim
+        )
+        self.ops = CudaOps(graphs=graphs)
+        types = ElementTypes(weights=element, cache="auto", stored="F32")
+        self.ops.prepare(dimensions_of(self.config, block_size), types, no_progress)
+        self.llama = Llama(
+            self.config,
+            load_weights(source.checkpoint, self.config, self.ops),
+            self.ops,
+            self.ops.load_rope(*rope_tables(self.config, max_model_len)),
+        )
+        limits = StepLimits(max_tokens, max_sequences, max_model_len)
+        self.ops.reserve(
+            limits, self.shape, lambda batch, cache: self.llama.logits(self.llama.forward(batch, cache), batch)
+        )
+        self.cache = self.ops.allocate_cache(self.shape, element)
+        self.ops.fill_blocks(self.cache, range(num_blocks), math.nan)
+
+        self.reference = ReferenceOps()
+        self.reference_llama = Llama(
+            self.config,
+            load_weights(source.checkpoint, self.config, self.reference),
+            self.reference,
+            self.reference.load_rope(*rope_tables(self.config, max_model_len)),
+        )
+        self.reference_cache = self.reference.allocate_cache(self.shape, element)
+        self.reference.fill_blocks(self.reference_cache, range(num_blocks), math.nan)
+
+    def logits(self, batch: Batch[cupy.ndarray]) -> cupy.ndarray:
+        """For `replay`."""
+        return self.llama.logits(self.llama.forward(batch, self.cache), batch)
+
+    def reference_logits(self, batch: Batch[Array]) -> NDArray[np.float32]:
+        """What they should be."""
+        hidden = self.reference_llama.forward(batch, self.reference_cache)
+        return self.reference.download(self.reference_llama.logits(hidden, batch))
