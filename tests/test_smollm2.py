@@ -9,6 +9,7 @@ from typing import NotRequired, TypedDict
 import anyio
 
 from minipaged import Completion, Engine, SamplingParams
+from minipaged.config import DeviceName
 from minipaged.text.chat import Message
 
 MARGIN = 1.0
@@ -60,22 +61,22 @@ def test_greedy_answers_equal_transformers() -> None:
 
 
 def test_cpu_kernels_choose_the_same_wherever_the_choice_is_clear() -> None:
+    anyio.run(assert_clear_choices, "cpu", MARGIN)
+
+
+async def assert_clear_choices(device: DeviceName, margin_that_is_clear: float) -> None:
     """Every golden answer is fed in as a prompt, and its tokens must be the most likely ones given those before."""
-
-    async def main() -> None:
-        clear = 0
-        async with Engine.load(device="cpu") as engine:
-            for entry in golden_prompts():
-                prompt_ids, output_ids = entry["prompt_ids"], entry["output_ids"]
-                params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-                completion = await engine.generate([*prompt_ids, *output_ids], params).completion()
-                assert completion.prompt_logprobs is not None
-                positions = completion.prompt_logprobs[len(prompt_ids) - 1 :]
-                for expected, margin, (own, best) in zip(output_ids, entry["margins"], positions, strict=True):
-                    assert own.id == expected
-                    if margin >= MARGIN:
-                        clear += 1
-                        assert best.id == expected, entry["text"]
-        assert clear > 100
-
-    anyio.run(main)
+    clear = 0
+    async with Engine.load(device=device) as engine:
+        for entry in golden_prompts():
+            prompt_ids, output_ids = entry["prompt_ids"], entry["output_ids"]
+            params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+            completion = await engine.generate([*prompt_ids, *output_ids], params).completion()
+            assert completion.prompt_logprobs is not None
+            positions = completion.prompt_logprobs[len(prompt_ids) - 1 :]
+            for expected, margin, (own, best) in zip(output_ids, entry["margins"], positions, strict=True):
+                assert own.id == expected
+                if margin >= margin_that_is_clear:
+                    clear += 1
+                    assert best.id == expected, entry["text"]
+    assert clear > 100

@@ -247,7 +247,7 @@ class KernelErrors:
         return self._put(host.view(self._element.device)), host.astype(np.float64)
 
     def _tensor(self, name: str, rows: int, columns: int) -> tuple[HostTensor, Exact]:
-        host = (self._random.standard_normal((rows, columns), dtype=np.float32) * 0.02).astype(self._element.host)
+        host = (self._random.standard_normal((rows, columns)) * columns**-0.5).astype(self._element.host)
 
         def decode(some: NDArray[np.uint8]) -> NDArray[np.float32]:
             return some.view(self._element.host).astype(np.float32)
