@@ -58,7 +58,8 @@ setup(
             "minipaged.ops._cpu_kernels",
             sources=["cpu/module.c", "cpu/team.c"],
             depends=[
-                f"cpu/{name}.h" for name in ("attention", "command", "linear", "rows", "sampling", "simd", "team")
+                f"cpu/{name}.h"
+                for name in ("attention", "command", "gated_linear", "linear", "rows", "sampling", "simd", "team")
             ],
             extra_compile_args=COMMON,
             extra_link_args=["-pthread"],

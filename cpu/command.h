@@ -14,7 +14,7 @@ enum { GROUP = 32 };  /* inputs that share a scale and a minimum */
 /* Element types of packed matrices and of the KV cache. */
 enum { KIND_F32, KIND_F16, KIND_BF16, KIND_Q4, KIND_Q8 };
 
-enum { OP_EMBED, OP_RMS_NORM, OP_QUANTISE, OP_LINEAR, OP_ROPE_CACHE, OP_ATTENTION, OP_SILU_MUL, OP_TAKE,
+enum { OP_EMBED, OP_RMS_NORM, OP_QUANTISE, OP_LINEAR, OP_GATED_LINEAR, OP_ROPE_CACHE, OP_ATTENTION, OP_TAKE,
        OP_SAMPLE };
 
 /* A row of activations, quantised for a product with a Q4 or Q8 matrix: x = scale * q in every group. */
@@ -41,8 +41,10 @@ typedef struct {
     int32_t layer, num_layers, num_query_heads, num_kv_heads, head_dim, block_size, window; /* window 0: none */
     float eps, scale;
     const void *input, *second, *weight, *bias, *third;
-    void *output, *extra, *cache;
-    Quantised quantised;   /* where a row's quantised form goes, or comes from; q is NULL for none */
+    void *output;          /* NULL where only the quantised form of the rows is wanted */
+    void *extra, *cache;
+    Quantised quantised;   /* the input's quantised form; q is NULL for none */
+    Quantised made;        /* where the output's quantised form goes; q is NULL for none */
     const BatchHeader *batch;
 } Command;
 

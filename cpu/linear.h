@@ -143,24 +143,14 @@ LINEAR_TOKENS(8)
 LINEAR_TOKENS(12)
 #endif
 
-/* Pieces of work: shares of the tiles, a few for every thread so that a slow one does less. */
-INLINE int linear_share(const Command *c, int num_threads) {
-    const int share = (c->out + TILE - 1) / TILE / (num_threads * 4);
-    return share > 1 ? share : 1;
-}
+typedef void LinearBlock(const Command *, const uint8_t *tile, int column, int token);
 
-INLINE int linear_pieces(const Command *c, int num_threads) {
-    const int tiles = (c->out + TILE - 1) / TILE, share = linear_share(c, num_threads);
-    return (tiles + share - 1) / share;
-}
-
-/* Tokens [token, token + the number returned) by tiles [first, end): as many at once as there are and registers hold. */
-INLINE int linear_tokens(const Command *c, int token, int first, int end) {
-    typedef void Block(const Command *, const uint8_t *, int, int);
+/* The function for as many of the tokens that are left as registers hold; how many goes to `tokens`. */
+INLINE LinearBlock *linear_function(int left, int *tokens) {
     static const struct {
         int tokens;
-        Block *block;
-    } blocks[] = {
+        LinearBlock *function;
+    } functions[] = {
 #if LANES >= 16
         {12, linear_12}, {8, linear_8}, {6, linear_6}, {4, linear_4}, {3, linear_3},
 #elif LANES >= 8
@@ -169,20 +159,35 @@ INLINE int linear_tokens(const Command *c, int token, int first, int end) {
         {2, linear_2}, {1, linear_1},
     };
     int i = 0;
-    while (blocks[i].tokens > c->rows - token) i++;
-    const int64_t bytes = tile_bytes(c->kind, c->in);
-    for (int tile = first; tile < end; tile++)
-        blocks[i].block(c, (const uint8_t *)c->weight + tile * bytes, tile * TILE, token);
-    return blocks[i].tokens;
+    while (functions[i].tokens > left) i++;
+    *tokens = functions[i].tokens;
+    return functions[i].function;
+}
+
+/* Pieces of work are shares of `count` units, a few for every thread so that a slow one does less. */
+INLINE int share_of(int count, int num_threads) {
+    const int share = count / (num_threads * 4);
+    return share > 1 ? share : 1;
+}
+
+INLINE int linear_tiles(const Command *c) { return (c->out + TILE - 1) / TILE; }
+
+INLINE int linear_pieces(const Command *c, int num_threads) {
+    const int share = share_of(linear_tiles(c), num_threads);
+    return (linear_tiles(c) + share - 1) / share;
 }
 
 static void linear(const Command *c, int piece, int num_threads) {
-    const int tiles = (c->out + TILE - 1) / TILE, share = linear_share(c, num_threads);
+    const int tiles = linear_tiles(c), share = share_of(tiles, num_threads);
     const int end = (piece + 1) * share < tiles ? (piece + 1) * share : tiles;
-    const int near = NEAR_BYTES / tile_bytes(c->kind, c->in) + 1; /* tiles that stay in the cache for all tokens */
+    const int64_t bytes = tile_bytes(c->kind, c->in);
+    const int near = (int)(NEAR_BYTES / bytes) + 1; /* tiles that stay in the cache for all tokens */
     for (int first = piece * share; first < end; first += near)
-        for (int token = 0; token < c->rows;)
-            token += linear_tokens(c, token, first, first + near < end ? first + near : end);
+        for (int token = 0, tokens; token < c->rows; token += tokens) {
+            LinearBlock *block = linear_function(c->rows - token, &tokens);
+            for (int tile = first; tile < end && tile < first + near; tile++)
+                block(c, (const uint8_t *)c->weight + tile * bytes, tile * TILE, token);
+        }
 }
 
 #endif

@@ -1,7 +1,8 @@
-/* Operations on single rows (tokens): embedding, normalisation, quantisation, rotation, activation.
+/* Operations on single rows (tokens): embedding, normalisation, quantisation, rotation.
  *
  * A piece of work is a whole row t, so that its result never depends on the others. Where the row's consumer is a
- * quantised product, whoever makes a row also quantises it, which saves a pass and a loop.
+ * quantised product, whoever makes a row also quantises it, which saves a pass and a loop, and does not write it as floats
+ * unless somebody reads them.
  */
 #ifndef MINIPAGED_ROWS_H
 #define MINIPAGED_ROWS_H
@@ -10,38 +11,36 @@
 
 #include "linear.h"
 
-/* q = round(x / scale), scale = max |x| / 127 in every group of 32, to nearest, ties to even. */
-INLINE void quantise_row(const float *x, int width, const Quantised *out, int row) {
-    const int groups = width / GROUP;
-    int8_t *q = out->q + (int64_t)row * width;
-    for (int g = 0; g < groups; g++) {
-        vfloat largest = spread(0), v[GROUP / LANES];
-        for (int i = 0; i < GROUP / LANES; i++) {
-            v[i] = load(x + g * GROUP + i * LANES);
-            largest = maximum(largest, (vfloat)((vint)v[i] & 0x7fffffff));
-        }
-        /* Anything smaller is taken as zero: its inverse would overflow. */
-        float most = max_lanes(largest), scale = most / 127, inverse = most >= 0x1p-120f ? 127 / most : 0;
-        vint sums = spread_int(0);
-        for (int i = 0; i < GROUP / LANES; i++) {
-            /* Adding 1.5 * 2**23 leaves the rounded integer in the low bits. */
-            vint n = (vint)(v[i] * spread(inverse) + spread(12582912.0f)) - 0x4b400000;
-            vsmall small = __builtin_convertvector(n, vsmall);
-            memcpy(q + g * GROUP + i * LANES, &small, sizeof small);
-            sums += n;
-        }
-        const int sum = sum_int_lanes(sums);
-        /* A NaN or infinity anywhere must not vanish: it makes the scale NaN, and so every product of this row. */
-        vfloat check = spread(0);
-        for (int i = 0; i < GROUP / LANES; i++) check += v[i] - v[i];
-        scale += sum_lanes(check);
-        out->scale[(int64_t)row * groups + g] = scale;
-        out->sum[(int64_t)row * groups + g] = scale * (float)sum;
+/* q = round(x / scale), scale = max |x| / 127, to nearest, ties to even, for one group of a row of `width`. */
+INLINE void quantise_group(const float *x, int width, const Quantised *out, int row, int group) {
+    const int64_t at = (int64_t)row * (width / GROUP) + group;
+    vint bits = spread_int(0); /* of |x|, which order as the numbers do; NaN is the largest */
+    vfloat v[GROUP / LANES];
+    for (int i = 0; i < GROUP / LANES; i++) {
+        v[i] = load(x + i * LANES);
+        bits = maximum_int(bits, (vint)v[i] & 0x7fffffff);
     }
+    const int32_t most_bits = max_int_lanes(bits);
+    float most;
+    memcpy(&most, &most_bits, 4);
+    /* Anything smaller is taken as zero: its inverse would overflow. */
+    const float inverse = most >= 0x1p-120f ? 127 / most : 0;
+    vint sums = spread_int(0);
+    for (int i = 0; i < GROUP / LANES; i++) {
+        /* Adding 1.5 * 2**23 leaves the rounded integer in the low bits. */
+        const vint n = (vint)(v[i] * spread(inverse) + spread(12582912.0f)) - 0x4b400000;
+        const vsmall small = __builtin_convertvector(n, vsmall);
+        memcpy(out->q + at * GROUP + i * LANES, &small, sizeof small);
+        sums += n;
+    }
+    /* A NaN or infinity anywhere must not vanish: it makes the scale NaN, and so every product of this row. */
+    const float scale = most / 127 + (most - most);
+    out->scale[at] = scale;
+    out->sum[at] = scale * (float)sum_int_lanes(sums);
 }
 
-INLINE void quantise_if_wanted(const Command *c, const float *x, int width, int row) {
-    if (c->quantised.q) quantise_row(x, width, &c->quantised, row);
+INLINE void quantise_row(const float *x, int width, const Quantised *out, int row) {
+    for (int group = 0; group < width / GROUP; group++) quantise_group(x + group * GROUP, width, out, row, group);
 }
 
 INLINE float one_half(uint16_t bits) {
@@ -59,22 +58,30 @@ static void embed(const Command *c, int t) {
     const int id = c->batch->token_ids[t], lane = id % TILE;
     const uint8_t *tile = (const uint8_t *)c->weight + (int64_t)(id / TILE) * bytes;
     float *out = (float *)c->output + (int64_t)t * width;
-    for (int k = 0; k < width; k++) {
-        const int g = k / GROUP, i = k % GROUP;
-        if (c->kind == KIND_Q4 || c->kind == KIND_Q8) {
+    const uint16_t *halves = (const uint16_t *)tile + lane;
+    switch (c->kind) {
+    case KIND_Q4:
+    case KIND_Q8:
+        for (int g = 0; g < width / GROUP; g++) {
             const uint8_t *p = tile + g * (c->kind == KIND_Q4 ? Q4_BYTES : Q8_BYTES);
             uint16_t pair[2];
             memcpy(pair, p + 4 * lane, 4);
-            float scale = one_half(pair[0]), minimum = one_half(pair[1]);
-            uint8_t w = c->kind == KIND_Q8 ? p[64 + i / 4 * 64 + lane * 4 + i % 4]
-                                           : p[64 + i % 16 / 4 * 64 + lane * 4 + i % 4] >> (i / 16 * 4) & 15;
-            out[k] = scale * w + minimum;
-        } else if (c->kind == KIND_F32) {
-            out[k] = ((const float *)tile)[k * TILE + lane];
-        } else {
-            uint16_t bits = ((const uint16_t *)tile)[k * TILE + lane];
-            out[k] = c->kind == KIND_F16 ? one_half(bits) : one_bfloat(bits);
+            const float scale = one_half(pair[0]), minimum = one_half(pair[1]);
+            for (int i = 0; i < GROUP; i++) {
+                const uint8_t w = c->kind == KIND_Q8 ? p[64 + i / 4 * 64 + lane * 4 + i % 4]
+                                                     : p[64 + i % 16 / 4 * 64 + lane * 4 + i % 4] >> (i / 16 * 4) & 15;
+                out[g * GROUP + i] = scale * w + minimum;
+            }
         }
+        break;
+    case KIND_F32:
+        for (int k = 0; k < width; k++) out[k] = ((const float *)tile)[k * TILE + lane];
+        break;
+    case KIND_F16:
+        for (int k = 0; k < width; k++) out[k] = one_half(halves[k * TILE]);
+        break;
+    default:
+        for (int k = 0; k < width; k++) out[k] = one_bfloat(halves[k * TILE]);
     }
 }
 
@@ -93,45 +100,32 @@ static void rms_norm(const Command *c, int t) {
     const int width = c->in;
     const float *weight = c->weight;
     const float *x = (const float *)c->input + (int64_t)t * width;
-    float *sum = (float *)c->extra + (int64_t)t * width, *out = (float *)c->output + (int64_t)t * width;
     if (c->second) {
         const float *residual = (const float *)c->second + (int64_t)t * width;
+        float *sum = (float *)c->extra + (int64_t)t * width;
         for (int k = 0; k < width; k++) sum[k] = x[k] + residual[k];
         x = sum;
     }
-    float factor = inverse_rms(x, width, c->eps);
-    for (int k = 0; k < width; k++) out[k] = x[k] * factor * weight[k];
-    quantise_if_wanted(c, out, width, t);
+    const float factor = inverse_rms(x, width, c->eps);
+    float group[GROUP], *out = c->output ? (float *)c->output + (int64_t)t * width : NULL;
+    int k = 0;
+    for (; k + GROUP <= width; k += GROUP) {
+        float *normed = c->output ? out + k : group;
+        for (int i = 0; i < GROUP; i += LANES) store(normed + i, load(x + k + i) * spread(factor) * load(weight + k + i));
+        if (c->made.q) quantise_group(normed, width, &c->made, t, k / GROUP);
+    }
+    for (; k < width; k++) out[k] = x[k] * factor * weight[k]; /* rows that are quantised have whole groups */
 }
 
 static void quantise(const Command *c, int t) {
-    quantise_row((const float *)c->input + (int64_t)t * c->in_stride, c->in, &c->quantised, t);
-}
-
-/* input [rows, 2 out]: silu(first half) * second half, silu(x) = x / (1 + exp(-x)). */
-static void silu_and_mul(const Command *c, int t) {
-    const int width = c->out;
-    const float *gate = (const float *)c->input + (int64_t)t * 2 * width, *up = gate + width;
-    float *out = (float *)c->output + (int64_t)t * width;
-    int k = 0;
-    for (; k + LANES <= width; k += LANES) {
-        vfloat g = load(gate + k);
-        store(out + k, g / (1 + exponential(-g)) * load(up + k));
-    }
-    if (k < width) {
-        float rest[LANES] = {0};
-        memcpy(rest, gate + k, (width - k) * sizeof(float));
-        store(rest, load(rest) / (1 + exponential(-load(rest))));
-        for (int i = 0; k + i < width; i++) out[k + i] = rest[i] * up[k + i];
-    }
-    quantise_if_wanted(c, out, width, t);
+    quantise_row((const float *)c->input + (int64_t)t * c->in_stride, c->in, &c->made, t);
 }
 
 /* The rows of the input that sample, in order. */
 static void take_rows(const Command *c, int t) {
     const float *x = (const float *)c->input + (int64_t)c->batch->sampled[t] * c->in;
-    memcpy((float *)c->output + (int64_t)t * c->in, x, c->in * sizeof(float));
-    quantise_if_wanted(c, x, c->in, t);
+    if (c->output) memcpy((float *)c->output + (int64_t)t * c->in, x, c->in * sizeof(float));
+    if (c->made.q) quantise_row(x, c->in, &c->made, t);
 }
 
 INLINE uint16_t to_half(float x) {

@@ -69,6 +69,17 @@ INLINE vfloat maximum(vfloat a, vfloat b) {
 /* a < b ? a : b likewise. */
 INLINE vfloat minimum(vfloat a, vfloat b) { return -maximum(-a, -b); }
 
+INLINE vint maximum_int(vint a, vint b) {
+#if defined(__AVX512BW__)
+    return (vint)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (vint)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    vint larger = a > b;
+    return (larger & a) | (~larger & b);
+#endif
+}
+
 /* The halves of a vector are combined again and again until one lane is left: the same order everywhere. */
 INLINE float sum_lanes(vfloat v) {
 #if defined(__AVX512BW__)
@@ -89,6 +100,16 @@ INLINE int32_t sum_int_lanes(vint v) {
     int32_t sum = 0;
     for (int i = 0; i < LANES; i++) sum += v[i];
     return sum;
+#endif
+}
+
+INLINE int32_t max_int_lanes(vint v) {
+#if defined(__AVX512BW__)
+    return _mm512_reduce_max_epi32((__m512i)v);
+#else
+    int32_t most = v[0];
+    for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
+    return most;
 #endif
 }
 

@@ -1,7 +1,7 @@
 """CpuOps: the Ops protocol on this project's own kernels (the folder cpu/), compiled when the package is installed.
 
 An operation is a `Command`, a record of addresses and sizes. Called alone it runs at once. Inside `replay` the commands
-of a whole forward pass are recorded and run in one call, without the GIL; a step of a size seen before runs the recorded
+of a whole forward pass are recorded and run in one call, without the GIL; a step of a size seen before runs the same
 commands again, so that Python's share of a step does not grow with the number of layers.
 
 Activations are float32. Before a product with a quantised matrix they are quantised to 8 bits per group of 32, by the
@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 from minipaged.errors import ConfigError, DeviceError
 from minipaged.ops import _cpu_kernels
 from minipaged.ops.base import Batch, CacheShape, Sampled, SamplingBatch
-from minipaged.ops.cpu_packing import GROUP, Kind, PackedMatrix, pack
+from minipaged.ops.cpu_packing import GROUP, Kind, PackedMatrix, pack, pack_gate_up
 from minipaged.ops.cpu_workspace import Span, Workspace, WorkspaceFullError
 from minipaged.ops.host_arrays import Array, HostArrays, float32
 from minipaged.ops.philox import uniforms
@@ -32,7 +32,7 @@ MAX_BLOCK_SIZE = 64
 MAX_RECORDED = 256
 """Recorded passes that are kept, one for each number of tokens and of rows that sample; some 60 kB each."""
 
-EMBED, RMS_NORM, QUANTISE, LINEAR, ROPE_CACHE, ATTENTION, SILU_MUL, TAKE, SAMPLE = range(9)
+EMBED, RMS_NORM, QUANTISE, LINEAR, GATED_LINEAR, ROPE_CACHE, ATTENTION, TAKE, SAMPLE = range(9)
 
 COMMAND_DTYPE = np.dtype(
     [
@@ -40,7 +40,7 @@ COMMAND_DTYPE = np.dtype(
         *((name, np.int32) for name in ("num_query_heads", "num_kv_heads", "head_dim", "block_size", "window")),
         *((name, np.float32) for name in ("eps", "scale")),
         *((name, np.uint64) for name in ("input", "second", "weight", "bias", "third", "output", "extra", "cache")),
-        *((name, np.uint64) for name in ("q", "q_scale", "q_sum", "batch")),
+        *((name, np.uint64) for name in ("q", "q_scale", "q_sum", "made_q", "made_scale", "made_sum", "batch")),
     ],
     align=True,
 )
@@ -65,17 +65,22 @@ class _Quantised:
     scale: Array
     sum: Array
 
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Of the three."""
+        return _address(self.q), _address(self.scale), _address(self.sum)
+
 
 @dataclass(slots=True)
 class _Product:
-    """How a recorded array is made, and where its quantised form goes if that is wanted.
+    """The command that makes rows, as floats at `address`, in quantised form, or both: whatever turns out to be read.
 
-    The place for it is taken together with the array's: what is free later may be in use when the command runs.
+    Places for both are taken together: what is free later may be in use when the command runs.
     """
 
     command: Command
+    address: int
     quantised: _Quantised
-    is_quantised: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,7 @@ class CpuOps(HostArrays):
 
     def load_gate_up(self, gate: HostTensor, up: HostTensor) -> PackedMatrix:
         """Packed in its own precision, the gate's rows first."""
-        return pack([gate, up])
+        return pack_gate_up(gate, up)
 
     def load_rope(self, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> Array:
         """float32 [max_model_len, head_dim]: a row's cosines, then its sines."""
@@ -167,6 +172,7 @@ class CpuOps(HostArrays):
             self._batch = batch
             try:
                 output = function(batch)
+                self._read(output)
                 return _Recorded(_as_array(commands), output)
             except WorkspaceFullError:
                 self._recorded.clear()  # they point into the memory that is about to be replaced
@@ -189,13 +195,21 @@ class CpuOps(HostArrays):
         return command
 
     def _emit_rows(self, output: Array, **fields: int | float) -> Array:
-        """Likewise for operations that can quantise the rows they make."""
+        """Likewise for operations that can quantise the rows they make; recorded, they write floats only if read."""
         rows, width = output.shape
         command = self._emit(output, **fields)
         span = _span(output)
         if self._recording is not None and span is not None and width % GROUP == 0:
-            span.companion = _Product(command, self._empty_quantised(rows, width))
+            span.companion = _Product(command, _address(output), self._empty_quantised(rows, width))
+            command["output"] = 0
         return output
+
+    def _read(self, x: Array) -> int:
+        """The address of floats, which must be there when a command reads them."""
+        product = _product(x)
+        if product is not None:
+            product.command["output"] = product.address
+        return _address(x)
 
     def _empty(self, shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
         return np.empty(shape, dtype) if self._recording is None else self._workspace.take(shape, dtype)
@@ -242,8 +256,8 @@ class CpuOps(HostArrays):
             rows=len(hidden),
             **{"in": hidden.shape[1]},
             eps=eps,
-            input=_address(hidden),
-            second=0 if residual is None else _address(residual),
+            input=self._read(hidden),
+            second=0 if residual is None else self._read(residual),
             weight=_address(weight),
             extra=_address(total),
         )
@@ -251,22 +265,10 @@ class CpuOps(HostArrays):
 
     def linear(self, x: Array, weight: PackedMatrix, bias: Array | None) -> Array:
         """Integer products for a quantised weight, else float32."""
-        fields = {
-            "op": LINEAR,
-            "kind": weight.kind,
-            "rows": len(x),
-            "in": weight.in_features,
-            "out": weight.out_features,
-            "weight": _address(weight.data),
-            "bias": 0 if bias is None else _address(bias),
-        }
-        quantised = self._quantise(x) if weight.is_quantised else None  # a name, so that it lives until it has run
-        if quantised is not None:
-            fields |= _quantised_fields(quantised)
-        else:
-            fields |= {"input": _address(x), "in_stride": x.strides[0] // 4}
+        fields, quantised = self._factors(x, weight, bias)
         output = self._empty((len(x), weight.out_features))
-        self._emit(output, **fields)
+        self._emit(output, op=LINEAR, out=weight.out_features, **fields)
+        del quantised
         return output
 
     def logits(self, x: Array, head: PackedMatrix) -> Array:
@@ -274,24 +276,38 @@ class CpuOps(HostArrays):
         return self.linear(x, head, None)
 
     def gated_linear(self, x: Array, gate_up: PackedMatrix, bias: Array | None) -> Array:
-        """One product, then the activation and, where a quantised product follows, quantisation."""
-        products = self.linear(x, gate_up, bias)
-        rows, width = len(products), gate_up.out_features // 2
-        return self._emit_rows(self._empty((rows, width)), op=SILU_MUL, rows=rows, out=width, input=_address(products))
+        """Both products, the activation and, where a quantised product follows, quantisation."""
+        width = gate_up.out_features // 2
+        fields, quantised = self._factors(x, gate_up, bias)
+        output = self._emit_rows(self._empty((len(x), width)), op=GATED_LINEAR, out=width, **fields)
+        del quantised
+        return output
+
+    def _factors(self, x: Array, weight: PackedMatrix, bias: Array | None) -> tuple[dict[str, int], _Quantised | None]:
+        """Fields that describe a product, and what must live until its output has a place."""
+        fields = {
+            "kind": weight.kind,
+            "rows": len(x),
+            "in": weight.in_features,
+            "weight": _address(weight.data),
+            "bias": 0 if bias is None else _address(bias),
+        }
+        if not weight.is_quantised:
+            return fields | {"input": self._read(x), "in_stride": x.strides[0] // 4}, None
+        quantised = self._quantise(x)
+        q, scale, total = quantised.addresses
+        return fields | {"q": q, "q_scale": scale, "q_sum": total}, quantised
 
     def _quantise(self, x: Array) -> _Quantised:
         """The quantised form of x, made by the command that makes x if there is one that can."""
-        span = _span(x)
-        product = None if span is None else span.companion
-        if isinstance(product, _Product) and product.quantised.q.shape == x.shape:  # the whole of it
-            if not product.is_quantised:
-                product.is_quantised = True
-                product.command.update(_quantised_fields(product.quantised))
+        product = _product(x)
+        if product is not None and product.quantised.q.shape == x.shape:  # the whole of it
+            product.command.update(_made_fields(product.quantised))
             return product.quantised
         rows, width = x.shape
         quantised = self._empty_quantised(rows, width)
-        fields = {"op": QUANTISE, "rows": rows, "in": width, "input": _address(x), "in_stride": x.strides[0] // 4}
-        self._emit(quantised.q, **fields, **_quantised_fields(quantised))
+        fields = {"op": QUANTISE, "rows": rows, "in": width, "input": self._read(x), "in_stride": x.strides[0] // 4}
+        self._emit(quantised.q, **fields, **_made_fields(quantised))
         return quantised
 
     def _empty_quantised(self, rows: int, width: int) -> _Quantised:
@@ -339,7 +355,7 @@ class CpuOps(HostArrays):
             num_query_heads=num_query_heads,
             window=window or 0,
             scale=scale,
-            input=_address(query),
+            input=self._read(query),
             batch=self._use(batch),
             **_cache_fields(cache, layer),
         )
@@ -357,7 +373,7 @@ class CpuOps(HostArrays):
             op=TAKE,
             rows=len(indices),
             **{"in": x.shape[1]},
-            input=_address(x),
+            input=self._read(x),
             batch=_address(self._header),
         )
 
@@ -411,12 +427,15 @@ def _span(array: Array) -> Span | None:
     return base if isinstance(base, Span) else None
 
 
-def _quantised_fields(quantised: _Quantised) -> dict[str, int]:
-    return {
-        "q": _address(quantised.q),
-        "q_scale": _address(quantised.scale),
-        "q_sum": _address(quantised.sum),
-    }
+def _product(array: Array) -> _Product | None:
+    """How an array is made, if it is recorded rows."""
+    span = _span(array)
+    return span.companion if span is not None and isinstance(span.companion, _Product) else None
+
+
+def _made_fields(quantised: _Quantised) -> dict[str, int]:
+    q, scale, total = quantised.addresses
+    return {"made_q": q, "made_scale": scale, "made_sum": total}
 
 
 def _cache_fields(cache: Array, layer: int) -> dict[str, int]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,20 +65,33 @@ class _Groups:
 
 def pack(tensors: Sequence[HostTensor]) -> PackedMatrix:
     """Stack matrices along their rows and pack them, each from its own encoding, in the best format that holds all."""
+    return _pack([tensors])
+
+
+def pack_gate_up(gate: HostTensor, up: HostTensor) -> PackedMatrix:
+    """The same, but up begins with a tile of its own."""
+    return _pack([[gate], [up]])
+
+
+def _pack(stacks: Sequence[Sequence[HostTensor]]) -> PackedMatrix:
+    tensors = [tensor for stack in stacks for tensor in stack]
     kind = _common_kind(tensors)
-    out_features, in_features = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
-    tiles = -(-out_features // TILE)
+    heights, in_features = [sum(tensor.shape[0] for tensor in stack) for stack in stacks], tensors[0].shape[1]
+    ends = list(accumulate(-(-height // TILE) for height in heights))
+    target: NDArray[np.generic]
     if kind in (Kind.Q4, Kind.Q8):
         per_group = 5 if kind is Kind.Q4 else 9
-        packed = _aligned(tiles * (in_features // GROUP) * per_group * TILE * 4)
-        target = packed.view(np.uint32).reshape(tiles, in_features // GROUP, per_group, TILE)
-        _fill(target.transpose(0, 3, 1, 2), tensors, lambda tensor: _group_words(tensor, kind))
+        packed = _aligned(ends[-1] * (in_features // GROUP) * per_group * TILE * 4)
+        target = packed.view(np.uint32).reshape(ends[-1], in_features // GROUP, per_group, TILE).transpose(0, 3, 1, 2)
+        convert: Callable[[HostTensor], NDArray[np.generic]] = partial(_group_words, kind=kind)
     else:
         dtype = np.dtype(np.float32 if kind is Kind.F32 else np.uint16)
-        packed = _aligned(tiles * in_features * TILE * dtype.itemsize)
-        elements = packed.view(dtype).reshape(tiles, in_features, TILE)
-        _fill(elements.transpose(0, 2, 1), tensors, lambda tensor: _elements(tensor, kind))
-    return PackedMatrix(kind, out_features, in_features, packed)
+        packed = _aligned(ends[-1] * in_features * TILE * dtype.itemsize)
+        target = packed.view(dtype).reshape(ends[-1], in_features, TILE).transpose(0, 2, 1)
+        convert = partial(_elements, kind=kind)
+    for stack, start, end in zip(stacks, [0, *ends], ends, strict=False):
+        _fill(target[start:end], stack, convert)
+    return PackedMatrix(kind, sum(heights), in_features, packed)
 
 
 def _common_kind(tensors: Sequence[HostTensor]) -> Kind:

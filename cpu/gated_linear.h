@@ -1,0 +1,64 @@
+/* output[t] = silu(x[t] gate.T + bias) * (x[t] up.T + bias), [rows, out], silu(x) = x / (1 + exp(-x)); arXiv:2002.05202.
+ *
+ * The weight is the tiles of gate, then those of up (see linear.h), each padded to whole tiles; bias float32 [2 out], the
+ * gate's first. A unit of work is a GROUP of output columns: the products stay in the cache, and where a quantised product
+ * follows the group is quantised as soon as it is there, so that the wide rows between the two never go to memory.
+ */
+#ifndef MINIPAGED_GATED_LINEAR_H
+#define MINIPAGED_GATED_LINEAR_H
+
+#include "rows.h"
+
+enum { GROUP_TILES = GROUP / TILE };
+
+INLINE int gated_linear_units(const Command *c) { return (c->out + GROUP - 1) / GROUP; }
+
+INLINE int gated_linear_pieces(const Command *c, int num_threads) {
+    const int share = share_of(gated_linear_units(c), num_threads);
+    return (gated_linear_units(c) + share - 1) / share;
+}
+
+/* Products of a group of columns [column, column + width) become outputs: of each token, those of gate and of up. */
+INLINE void finish_group(const Command *c, float (*products)[2][GROUP], int column, int width, int token, int tokens) {
+    float bias[2][GROUP] = {{0}};
+    if (c->bias)
+        for (int half = 0; half < 2; half++)
+            memcpy(bias[half], (const float *)c->bias + half * c->out + column, width * sizeof(float));
+    for (int t = 0; t < tokens; t++) {
+        float out[GROUP];
+        for (int i = 0; i < GROUP; i += LANES) {
+            vfloat gate = load(products[t][0] + i), up = load(products[t][1] + i);
+            if (c->bias) gate += load(bias[0] + i), up += load(bias[1] + i);
+            store(out + i, gate / (1 + exponential(-gate)) * up);
+        }
+        if (c->output) memcpy((float *)c->output + (int64_t)(token + t) * c->out + column, out, width * sizeof(float));
+        if (c->made.q) quantise_group(out, c->out, &c->made, token + t, column / GROUP);
+    }
+}
+
+static void gated_linear(const Command *c, int piece, int num_threads) {
+    const int units = gated_linear_units(c), share = share_of(units, num_threads);
+    const int end = (piece + 1) * share < units ? (piece + 1) * share : units, tiles = (c->out + TILE - 1) / TILE;
+    const int64_t bytes = tile_bytes(c->kind, c->in);
+    const int near = (int)(NEAR_BYTES / (2 * GROUP_TILES * bytes)) + 1; /* units that stay in the cache for all tokens */
+    float products[TOKENS][2][GROUP];
+    Command part = *c;
+    part.out = 2 * GROUP;
+    part.bias = NULL;
+    for (int first = piece * share; first < end; first += near)
+        for (int token = 0, tokens; token < c->rows; token += tokens) {
+            LinearBlock *block = linear_function(c->rows - token, &tokens);
+            part.output = &products[0][0][0] - (int64_t)token * part.out; /* where token 0 would be */
+            for (int unit = first; unit < end && unit < first + near; unit++) {
+                for (int half = 0; half < 2; half++)
+                    for (int i = 0; i < GROUP_TILES && unit * GROUP_TILES + i < tiles; i++) {
+                        const int tile = half * tiles + unit * GROUP_TILES + i;
+                        block(&part, (const uint8_t *)c->weight + tile * bytes, half * GROUP + i * TILE, token);
+                    }
+                const int column = unit * GROUP;
+                finish_group(c, products, column, c->out - column < GROUP ? c->out - column : GROUP, token, tokens);
+            }
+        }
+}
+
+#endif
