@@ -8,6 +8,7 @@ can be captured into a CUDA graph and launched as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
@@ -30,8 +31,8 @@ from minipaged.ops.base import (
     StepLimits,
 )
 from minipaged.ops.cuda_batch import DeviceBatch, Step, StepBuffer
-from minipaged.ops.cuda_errors import cuda_errors
-from minipaged.ops.cuda_graphs import Graphs
+from minipaged.ops.cuda_errors import cuda_errors, error_classes
+from minipaged.ops.cuda_graphs import Graphs, graph_size
 from minipaged.ops.cuda_kernels import GATED, LINEAR, LOGITS, CudaKernels, Tile, tile_for
 from minipaged.ops.cuda_memory import CudaMemory
 from minipaged.ops.cuda_modules import CudaModules
@@ -77,8 +78,10 @@ class CudaOps:
             self._results_ready: cupy.cuda.Event = cupy.cuda.Event(block=True, disable_timing=True)
         self._workspace = Workspace(self._memory)
         self._uploads = Workspace(self._memory)
+        self._graphs = Graphs(self._stream, self._workspace)
         self._transfers = BlockTransfers(self._stream)
         self._step: Step | None = None
+        self._scratch_bytes = 0
 
     # Loading
 
@@ -98,9 +101,9 @@ class CudaOps:
         self._weights = WeightLoader(self._memory, self._staging, element)
 
     def cache_memory(self, fraction: float) -> int:
-        """What is left of that fraction of the GPU's memory."""
+        """What is left of that fraction of the GPU's memory, without the block behind the pool."""
         free, total = self._memory.available()
-        return max(0, int(fraction * total) - (total - free))
+        return max(0, int(fraction * total) - (total - free) - self._scratch_bytes)
 
     def load_matrix(self, tensors: Sequence[HostTensor]) -> cupy.ndarray:
         """[sum of out_i, in]"""
@@ -135,7 +138,6 @@ class CudaOps:
         logits: Callable[[Batch[cupy.ndarray], cupy.ndarray], cupy.ndarray],
     ) -> None:
         """The forward passes of a step with the most tokens and of a decode with the most sequences are tried out."""
-        self._graphs = Graphs(self._stream, self._workspace, limits.max_sequences)
         self._steps = StepBuffer(self._memory, self._kernels, self._staging, limits, shape.block_size)
         self._most_splits = -(-limits.max_model_len // self._kernels.kv_split)
         cache = self._memory.array(NO_MEMORY, (1, *_block_shape(shape)), self._dtype, None)
@@ -153,6 +155,7 @@ class CudaOps:
         finally:
             self._kernels.is_counting = False
             self._step = None
+        self._scratch_bytes = prod(_block_shape(shape)) * self._dtype.itemsize
         self._workspace.allocate(max(needed), "the arrays of a step")
         self._uploads.allocate(UPLOAD_BYTES, "settings of requests")
 
@@ -182,7 +185,7 @@ class CudaOps:
         self._workspace.reset()
         padded_size = None
         if self._use_graphs and len(batch.token_ids) == len(batch.rows) == len(batch.sampled):
-            padded_size = self._graphs.padded_size(len(batch.rows))
+            padded_size = min(graph_size(len(batch.rows)), self._steps.limits.max_sequences)
         self._step = self._steps.send(batch, changed, padded_size)
         return self._step.exact.batch
 
@@ -193,13 +196,13 @@ class CudaOps:
             return host
 
     def close(self) -> None:
-        """Waits for what is running. Idempotent."""
-        with cuda_errors("finish its work"):
-            self._stream.synchronize()
-        self._transfers.close()
-        if hasattr(self, "_graphs"):
-            self._graphs.close()
-        self._memory.close()
+        """Waits for what is running. Idempotent.
+
+        Errors are not raised: the call that met one did so, and of a GPU that has failed the driver frees everything.
+        """
+        for step in (self._stream.synchronize, self._transfers.close, self._graphs.close, self._memory.close):
+            with suppress(*error_classes()):
+                step()
 
     # Running
 

@@ -70,7 +70,7 @@ class StepBuffer:
         self._kernels = kernels
         self._staging = staging
         self._block_size = block_size
-        self._limits = limits
+        self.limits = limits
         self._width = -(-limits.max_model_len // block_size)
         largest = (limits.max_tokens, limits.max_sequences, limits.max_sequences)
         num_bytes = _layout(largest, MOST_CHANGES).num_bytes
@@ -84,7 +84,7 @@ class StepBuffer:
     def use_scratch_block(self, block: int) -> None:
         """Where the tokens that fill up a decode write their KV."""
         self._scratch_block = block
-        last_row = self._tables.data.ptr + self._limits.max_sequences * self._width * self._tables.itemsize
+        last_row = self._tables.data.ptr + self.limits.max_sequences * self._width * self._tables.itemsize
         self._staging.send_array(last_row, np.array([block], np.int32))
 
     def of_size(self, sizes: Sizes) -> DeviceBatch:
@@ -93,14 +93,14 @@ class StepBuffer:
         starts = np.minimum(np.arange(num_sequences + 1, dtype=np.int32), num_tokens)
         starts[-1] = num_tokens
         return DeviceBatch(
-            self._views(sizes, _layout(sizes, 0)), starts, -(-self._limits.max_model_len // self._kernels.kv_split)
+            self._views(sizes, _layout(sizes, 0)), starts, -(-self.limits.max_model_len // self._kernels.kv_split)
         )
 
     def send(self, batch: Batch[HostArray], changed: NDArray[np.int64], padded_size: int | None) -> Step:
         """Start the copy, and update the block tables when it has arrived. `padded_size`: of a decode, or None."""
         num_tokens, num_sequences, num_sampled = sizes = (len(batch.token_ids), len(batch.rows), len(batch.sampled))
-        assert num_tokens <= self._limits.max_tokens, f"{num_tokens} tokens in a step"
-        assert num_sequences <= self._limits.max_sequences, f"{num_sequences} sequences in a step"
+        assert num_tokens <= self.limits.max_tokens, f"{num_tokens} tokens in a step"
+        assert num_sequences <= self.limits.max_sequences, f"{num_sequences} sequences in a step"
         arrays = {name: np.asarray(getattr(batch, name), dtype) for name, dtype in FIELDS}
         num_splits = int(arrays["positions"].max()) // self._kernels.kv_split + 1
         query_starts = arrays["query_starts"].astype(np.int32, copy=False)
@@ -124,7 +124,7 @@ class StepBuffer:
 
     def _changes(self, tables: HostArray, changed: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Places in the device's tables, and what they hold now; what is too much for one copy has gone ahead."""
-        assert tables.shape[0] <= self._limits.max_sequences, f"{tables.shape[0]} block tables"
+        assert tables.shape[0] <= self.limits.max_sequences, f"{tables.shape[0]} block tables"
         assert tables.shape[1] <= self._width, f"block tables of {tables.shape[1]} columns"
         rows, columns = np.divmod(changed, tables.shape[1])
         places, blocks = rows * self._width + columns, tables.reshape(-1)[changed].astype(np.int32)
@@ -165,7 +165,7 @@ class StepBuffer:
             "token_ids": np.zeros(count),
             "positions": np.zeros(count),
             "query_starts": filling + 1,
-            "rows": np.full(count, self._limits.max_sequences),
+            "rows": np.full(count, self.limits.max_sequences),
             "sampled": filling,
         }
         return {name: np.concatenate([arrays[name], fill[name].astype(dtype)]) for name, dtype in FIELDS}

@@ -36,17 +36,11 @@ class Graphs:
     must not do that during a capture.
     """
 
-    def __init__(self, stream: cupy.cuda.Stream, workspace: Workspace, max_sequences: int) -> None:
+    def __init__(self, stream: cupy.cuda.Stream, workspace: Workspace) -> None:
         self._stream = stream
         self._workspace = workspace
-        self._max_sequences = max_sequences
         self._captured: dict[tuple[Function, int, int], _Captured | None] = {}
         self.is_capturing = False
-
-    def padded_size(self, num_sequences: int) -> int:
-        """The size of the graph for so many: 1, 2, 4, 8, then multiples of 8, at most as many as there may be."""
-        size = 1 << (num_sequences - 1).bit_length() if num_sequences <= 8 else -(-num_sequences // 8) * 8
-        return min(size, self._max_sequences)
 
     def run(self, function: Function, batch: DeviceBatch, num_sequences: int) -> cupy.ndarray | None:
         """What the function returns for the first sequences of the batch; None: not captured, call it.
@@ -90,3 +84,8 @@ class Graphs:
     def close(self) -> None:
         """Forget all of them."""
         self._captured.clear()
+
+
+def graph_size(num_sequences: int) -> int:
+    """How many sequences the graph for so many takes: 1, 2, 4, 8, then multiples of 8."""
+    return 1 << (num_sequences - 1).bit_length() if num_sequences <= 8 else -(-num_sequences // 8) * 8

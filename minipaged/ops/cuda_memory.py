@@ -54,11 +54,10 @@ class CudaMemory:
         return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
     def close(self) -> None:
-        """Free everything, once all work that uses it is done. Idempotent."""
+        """Free everything; no work that uses it may be under way. Idempotent. Raises CUDA's errors as they are."""
         runtime = self._cupy.cuda.runtime
-        with cuda_errors("free memory"):
-            while self._device:
-                runtime.free(self._device.pop())
-            while self._pinned:
-                runtime.freeHost(self._pinned.pop())
-            self._cupy.get_default_memory_pool().free_all_blocks()
+        while self._device:
+            runtime.free(self._device.pop())
+        while self._pinned:
+            runtime.freeHost(self._pinned.pop())
+        self._cupy.get_default_memory_pool().free_all_blocks()

@@ -1,0 +1,202 @@
+"""The whole engine over a GPU that is not there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from minipaged import (
+    Completion,
+    ConfigError,
+    DeviceError,
+    Engine,
+    EngineConfig,
+    EngineDeadError,
+    SamplingParams,
+    TokenLogprob,
+)
+from minipaged.config import DeviceName
+from minipaged.models.llama import Llama
+from minipaged.models.rope import rope_tables
+from minipaged.models.source import open_model
+from minipaged.models.weights import load_weights
+from minipaged.ops.base import CacheShape
+from minipaged.ops.reference import ReferenceOps
+from minipaged.settings import EngineSettings
+from tests.batches import TokenSpan, make_batch
+from tests.company import TOGETHER, Recorder, check_company, random_jobs
+from tests.cuda.fake_cupy import Function
+from tests.cuda.fake_gpu import CudaError, Gpu
+from tests.cuda.imaginary import imaginary_gpu
+from tests.engines import tiny_engine
+from tests.test_engine_random import SETTINGS, one_request
+from tests.tiny import write_tiny_model
+
+TOLERANCE = 0.05
+"""Of logits up to 9: activations are rounded to float16."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(
+        tmp_path_factory.mktemp("cuda") / "tiny",
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        dtype="float16",
+    )
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    with imaginary_gpu(Gpu(memory_bytes=48 << 20)) as gpu:
+        yield gpu
+
+
+def reference_logits(model: Path, token_ids: list[int]) -> NDArray[np.float32]:
+    """At every position."""
+    ops, source = ReferenceOps(), open_model(model)
+    config, length = source.config, len(token_ids)
+    llama = Llama(
+        config, load_weights(source.checkpoint, config, ops), ops, ops.load_rope(*rope_tables(config, length))
+    )
+    shape = CacheShape(1, config.num_layers, config.num_kv_heads, length, config.head_dim)
+    batch = make_batch(ops, [TokenSpan(0, 0, token_ids)], np.zeros((1, 1), np.int32), length, range(length))
+    return ops.download(llama.logits(llama.forward(batch, ops.allocate_cache(shape, "float32")), batch))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_logits_are_the_same_bits_alone_and_in_any_company(model: Path) -> None:
+    """With prefix hits, chunks, preemption by swap and by recomputing, graphs and none; and near the reference."""
+    recorder = Recorder()
+    jobs = random_jobs(recorder, seed=1, count=14)
+    common = EngineConfig(device="cuda", debug=True, max_model_len=160, num_blocks=120)
+    companies = dict(TOGETHER)
+    companies["small chunks"] = {**TOGETHER["small chunks"], "cuda_graphs": False}
+    anyio.run(check_company, model, common, jobs, recorder, companies)
+
+    whole = [
+        history for history in recorder.logits if not any(is_beginning(history, other) for other in recorder.logits)
+    ]
+    compared = 0
+    for history in whole:
+        expected = reference_logits(model, list(history))
+        for length in range(1, len(history) + 1):
+            if history[:length] in recorder.logits:
+                logits = np.frombuffer(recorder.logits[history[:length]], np.float32)
+                np.testing.assert_allclose(logits, expected[length - 1], rtol=0, atol=TOLERANCE)
+                compared += 1
+    assert compared >= len(recorder.logits)
+
+
+def is_beginning(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return len(one) < len(other) and other[: len(one)] == one
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("graphs", [True, False])
+def test_what_requests_can_ask_for(model: Path, graphs: bool) -> None:
+    """Samples, penalties, biases, log-probabilities of prompt and output, as on the reference."""
+    asked = [
+        SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.3, presence_penalty=0.5, logprobs=3),
+        SamplingParams(temperature=0, max_tokens=5, logit_bias={7: 100.0, 9: -100.0}, prompt_logprobs=2),
+        SamplingParams(temperature=0.7, top_p=0.9, top_k=40, seed=5, n=3, max_tokens=6, min_tokens=6, logprobs=0),
+        SamplingParams(temperature=0, max_tokens=3),
+    ]
+    prompts = [[5, 6, 7], [9, 8] * 20, [11, 12], [13] * 16]
+
+    async def answers(device: DeviceName) -> list[Completion]:
+        results: dict[int, Completion] = {}
+
+        async def ask(engine: Engine, number: int) -> None:
+            stream = engine.generate(prompts[number], asked[number])
+            results[number] = await stream.completion()
+
+        async with tiny_engine(model, device=device, cuda_graphs=graphs) as engine, anyio.create_task_group() as group:
+            for number in range(len(asked)):
+                group.start_soon(ask, engine, number)
+        return [results[number] for number in range(len(asked))]
+
+    for ours, expected in zip(anyio.run(answers, "cuda"), anyio.run(answers, "reference"), strict=True):
+        assert (ours.prompt_logprobs is None) == (expected.prompt_logprobs is None)
+        for sample, wanted in zip(ours.choices, expected.choices, strict=True):
+            assert (sample.token_ids, sample.finish_reason) == (wanted.token_ids, wanted.finish_reason)
+            np.testing.assert_allclose(sample.logprobs or (), wanted.logprobs or (), rtol=0, atol=TOLERANCE)
+            np.testing.assert_allclose(values(sample.top_logprobs), values(wanted.top_logprobs), rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(
+            values(ours.prompt_logprobs), values(expected.prompt_logprobs), rtol=0, atol=TOLERANCE
+        )
+
+
+def values(entries: tuple[tuple[TokenLogprob, ...], ...] | None) -> list[list[float]]:
+    return [[entry.logprob for entry in position] for position in entries or ()]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("settings", ["swap", "no overlap, no cache"])
+def test_requests_that_end_in_all_ways(model: Path, settings: str) -> None:
+    choice = random.Random(3)
+    ends: list[str] = []
+    on_cuda: EngineSettings = {**SETTINGS[settings], "device": "cuda"}
+
+    async def main() -> None:
+        async with tiny_engine(model, **on_cuda) as engine:
+
+            async def client() -> None:
+                for _ in range(4):
+                    ends.append(await one_request(engine, choice))
+
+            async with anyio.create_task_group() as group:
+                for _ in range(8):
+                    group.start_soon(client)
+
+    anyio.run(main)
+    assert len(ends) == 32
+    assert {"finished", "left"} <= set(ends)
+
+
+def test_the_cache_takes_what_the_gpu_has_left(model: Path, gpu: Gpu) -> None:
+    async def num_blocks(fraction: float) -> int:
+        async with Engine.load(model, device="cuda", memory_fraction=fraction) as engine:
+            assert gpu.unpooled_bytes <= fraction * gpu.memory_bytes
+            return engine.stats().blocks.total
+
+    small, large = anyio.run(num_blocks, 0.4), anyio.run(num_blocks, 0.5)
+    assert large - small == pytest.approx(0.1 * gpu.memory_bytes / (2 * 16 * 64 * 2), abs=2)
+    with pytest.raises(ConfigError, match=r"kv_cache_memory \(by default\) is 0 bytes, less than one KV block"):
+        anyio.run(num_blocks, 0.01)
+
+
+def test_a_gpu_that_is_too_small_is_a_device_error_and_nothing_is_left(model: Path, gpu: Gpu) -> None:
+    async def main() -> None:
+        with pytest.raises(
+            DeviceError, match=r"could not allocate \d+ bytes for 100000 KV blocks.*smaller kv_cache_memory"
+        ):
+            async with Engine.load(model, device="cuda", num_blocks=100_000):
+                pass
+
+    anyio.run(main)
+    assert gpu.unpooled_bytes == 0
+
+
+def test_a_gpu_that_fails_is_the_end_of_the_engine(model: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise CudaError("cudaErrorIllegalAddress: an illegal memory access was encountered")
+
+    async def main() -> None:
+        async with Engine.load(model, device="cuda", num_blocks=20) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(Function, "__call__", fail)
+                with pytest.raises(EngineDeadError) as caught:
+                    await engine.generate([5, 6], SamplingParams(max_tokens=3)).completion()
+            assert isinstance(caught.value.__cause__, DeviceError)
+
+    anyio.run(main)
+    assert gpu.unpooled_bytes == 0
