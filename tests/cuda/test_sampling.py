@@ -66,10 +66,16 @@ def sample(
 
 
 def adjust_logits(
-    logits: Logits, penalties: Penalties[Array] | None, bias: Bias[Array] | None, *, checked: bool = False
+    logits: Logits,
+    penalties: Penalties[Array] | None,
+    bias: Bias[Array] | None,
+    order: Order = Order.FORWARD,
+    *,
+    checked: bool = False,
 ) -> Logits:
     """`reference_sampling.adjust_logits` by the kernels."""
     num_rows, vocab_size = logits.shape
+    execution = Execution(order=order)
     adjusted = logits.copy()
     if penalties is not None:
         kernel("penalise", checked=checked)(
@@ -87,12 +93,14 @@ def adjust_logits(
                 np.int32(len(penalties.rows)),
                 np.int32(vocab_size),
             ],
+            execution=execution,
         )
     if bias is not None:
         kernel("add_bias", checked=checked)(
             [num_rows],
             [32],
             [adjusted, bias.rows, bias.token_ids, bias.values, np.int32(len(bias.rows)), np.int32(vocab_size)],
+            execution=execution,
         )
     return adjusted
 
@@ -242,9 +250,9 @@ def test_penalties_and_biases_are_exact(seed: int, vocab_size: int) -> None:
     generator = np.random.default_rng(seed)
     logits = random_logits(generator, 4, vocab_size)
     penalties, bias = random_adjustments(generator, 4, vocab_size)
-    np.testing.assert_array_equal(
-        adjust_logits(logits, penalties, bias), reference_sampling.adjust_logits(logits, penalties, bias)
-    )
+    expected = reference_sampling.adjust_logits(logits, penalties, bias)
+    for order in (Order.FORWARD, Order.SHUFFLED):
+        np.testing.assert_array_equal(adjust_logits(logits, penalties, bias, order), expected)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 700])
@@ -253,7 +261,7 @@ def test_no_fault_in_check_mode(vocab_size: int) -> None:
     batch = random_batch(generator, 5, vocab_size, 20)
     logits = random_logits(generator, 5, vocab_size)
     penalties, bias = random_adjustments(generator, 5, vocab_size)
-    adjusted = adjust_logits(logits, penalties, bias, checked=True)
+    adjusted = adjust_logits(logits, penalties, bias, Order.SHUFFLED, checked=True)
     np.testing.assert_array_equal(adjusted, reference_sampling.adjust_logits(logits, penalties, bias))
     ours = sample(adjusted, logits, batch, Order.SHUFFLED, checked=True)
     assert_equal(ours, reference_sampling.sample(adjusted, logits, batch))

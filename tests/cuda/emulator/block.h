@@ -75,6 +75,7 @@ struct Launch {
     unsigned checks;     // whether the kernel was compiled in check mode
     const Allocation* allocations;  // by address
     size_t num_allocations;
+    char** stacks;  // where the process keeps the address of the threads' stacks; null there: to be allocated
     // Results
     char* report;
     size_t report_size;

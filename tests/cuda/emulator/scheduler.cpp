@@ -179,18 +179,23 @@ private:
 
 // ---- Running blocks ----
 
+// Every library uses the same stacks: with their own ones, a hundred libraries would have more mappings than a process
+// may have.
 void allocate_stacks(size_t count) {
-    static std::vector<char*> stacks;
+    char*& stacks = *launch->stacks;
+    if (!stacks) {
+        constexpr size_t kMost = 1024;
+        void* memory = mmap(
+            nullptr, kMost * kStackSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (memory == MAP_FAILED) std::abort();
+        stacks = static_cast<char*>(memory);
+        // An overflow is a crash, not a corruption.
+        for (size_t i = 0; i < kMost; i++) mprotect(stacks + i * kStackSize, 4096, PROT_NONE);
+    }
     block.threads.resize(count);
     for (size_t i = 0; i < count; i++) {
-        if (i == stacks.size()) {
-            char* stack = static_cast<char*>(mmap(
-                nullptr, kStackSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-            mprotect(stack, 4096, PROT_NONE);  // an overflow is a crash, not a corruption
-            stacks.push_back(stack);
-        }
-        block.threads[i].stack_begin = stacks[i];
-        block.threads[i].stack_end = stacks[i] + kStackSize;
+        block.threads[i].stack_begin = stacks + i * kStackSize;
+        block.threads[i].stack_end = stacks + (i + 1) * kStackSize;
     }
 }
 
