@@ -32,7 +32,7 @@ def test_python_in_readme_is_python_and_imports_public_names(block: str) -> None
 
 
 def test_links_in_readme_and_docs_lead_to_files() -> None:
-    for page in (ROOT / "README.md", ROOT / "docs" / "architecture.md"):
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 

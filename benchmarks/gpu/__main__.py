@@ -1,4 +1,4 @@
-"""What minipaged does on the NVIDIA GPU of this machine, in less than 6 minutes on an H200.
+"""What minipaged does on the NVIDIA GPU of this machine, in 6 minutes at most.
 
 Each part is a process of its own with a limit of its own, so that a part that fails, hangs or leaves the card's context
 broken harms no other; its error stands in the table. PyTorch and transformers take part if they are installed. Measured
