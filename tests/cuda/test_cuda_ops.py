@@ -203,16 +203,19 @@ def test_steps_that_nobody_waits_for_do_not_overwrite_each_other(model: Path) ->
 
 
 def test_block_tables_travel_as_what_changed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More changes than fit one copy, then none: the tables are as they were."""
+    """More changes than fit one copy, then none: the tables are as they were. Other rows hold nothing to be read."""
     monkeypatch.setattr(cuda_batch, "MOST_CHANGES", 5)
     tables = np.full((NUM_ROWS, COLUMNS), NOWHERE, np.int32)
-    tables[3, :3], tables[8, :3] = (9, 4, 30), (1, 22, 5)
-    changed = np.array([row * COLUMNS + column for row in (3, 8) for column in range(3)])
-    prompts = [TokenSpan(3, 0, [*range(5, 27)]), TokenSpan(8, 0, [*range(40, 73)])]
+    tables[3, :3], tables[5, :3], tables[8, :3] = (9, 4, 30), (50, 51, 52), (1, 22, 5)
     with machine(model) as (made, _):
-        for spans, changes in ((prompts, changed), ([TokenSpan(3, 22, [8]), TokenSpan(8, 33, [9])], changed[:0])):
-            batch = make_batch(made.reference, spans, tables, BLOCK_SIZE, [len(spans[0].token_ids) - 1])
-            logits = made.logits(made.ops.upload_batch(cast("Batch[HostArray]", batch), changes))
+        for number in range(4):
+            spans = [TokenSpan(row, 20 + number, [row + number]) for row in (3, 5, 8)]  # as a graph: 4 sequences
+            if number == 0:
+                spans = [TokenSpan(row, 0, [*range(row, row + 20)]) for row in (3, 5, 8)]
+            ends = np.cumsum([len(span.token_ids) for span in spans]) - 1
+            batch = make_batch(made.reference, spans, tables, BLOCK_SIZE, ends.tolist())
+            changed = np.arange(tables.size if number == 0 else 0)
+            logits = made.ops.replay(made.logits, made.ops.upload_batch(cast("Batch[HostArray]", batch), changed))
             expected = made.reference_logits(batch)
             np.testing.assert_allclose(made.ops.download(logits), expected, rtol=0, atol=TOLERANCES["float16"])
 
