@@ -72,6 +72,8 @@ class Execution:
     order: Order = Order.FORWARD
     seed: int = 1
     """Of the shuffled order."""
+    num_last_blocks: int | None = None
+    """So many blocks at the grid's end alone run, of arrays too large to be computed whole; None: all."""
     cpu_seconds: float = 60.0
     """After so much time of the processor the launch is a fault: a kernel that waits for ever would hang the tests."""
 
@@ -121,6 +123,8 @@ class _LaunchStruct(ctypes.Structure):
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
+        ("first_block", ctypes.c_size_t),
+        ("end_block", ctypes.c_size_t),
         ("dynamic_shared", ctypes.c_size_t),
         ("shared_limit", ctypes.c_size_t),
         ("order", ctypes.c_uint),
@@ -212,9 +216,12 @@ class Kernel:
         structs = (_AllocationStruct * max(1, len(allocations)))(
             *[_AllocationStruct(each.address, each.size, each.name.encode()) for each in allocations]
         )
+        num_blocks = math.prod(grid)
         launch = _LaunchStruct(
             grid=tuple(_three(grid)),
             block=tuple(_three(block)),
+            first_block=max(0, num_blocks - (execution.num_last_blocks or num_blocks)),
+            end_block=num_blocks,
             dynamic_shared=shared_mem,
             shared_limit=max(DEFAULT_SHARED_LIMIT, self.max_dynamic_shared_size_bytes),
             order=execution.order,

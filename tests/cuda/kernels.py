@@ -82,6 +82,18 @@ class Kernels:
         kernel((num_tokens, -(-num_heads // 4)), (128,), arguments, execution=self.execution)
         return query
 
+    def take(self, x: NDArray[np.float32], indices: NDArray[np.int32]) -> NDArray[np.float32]:
+        words = x.shape[1]
+        out = np.zeros((len(indices), words), np.int32)
+        arguments = (x.view(np.int32), indices, out, np.int32(words))
+        self.kernel("take")((len(indices), -(-words // 1024)), (256,), arguments, execution=self.execution)
+        return out.view(np.float32)
+
+    def update_tables(self, tables: NDArray[np.int32], places: NDArray[np.int64], blocks: NDArray[np.int32]) -> None:
+        """In place."""
+        arguments = (tables, places, blocks, np.int32(len(places)))
+        self.kernel("update_tables")((-(-len(places) // 256),), (256,), arguments, execution=self.execution)
+
     def copy_blocks(self, cache: Array, pairs: NDArray[np.int32]) -> None:
         """In place."""
         vectors = cache[0].nbytes // 16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -92,6 +91,7 @@ def test_rms_norm(ways: Ways, element: str, tokens: int, vectors: int, has_resid
     group=st.integers(1, 4),
     block_size=st.sampled_from((1, 5, 16)),
     has_norms=st.booleans(),
+    factor=st.sampled_from((1.0, 1.3)),
     seed=SEEDS,
 )
 def test_rope_and_cache(
@@ -103,14 +103,16 @@ def test_rope_and_cache(
     group: int,
     block_size: int,
     has_norms: bool,
+    factor: float,
     seed: int,
 ) -> None:
+    """Every kind of RoPE is a table of angles; YaRN multiplies cosine and sine by a factor."""
     generator = np.random.default_rng(seed)
     num_blocks, num_layers, layer, longest = 7, 2, 1, 40
     num_query_heads = num_kv_heads * group
     qkv = normal(generator, (tokens, (num_query_heads + 2 * num_kv_heads) * head_dim), element)
     angles = generator.uniform(-np.pi, np.pi, (longest, head_dim // 2))
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    cos, sin = (factor * np.cos(angles)).astype(np.float32), (factor * np.sin(angles)).astype(np.float32)
     positions = generator.integers(0, longest, tokens, dtype=np.int32)
     slots = generator.permutation(num_blocks * block_size)[:tokens]
     norms = None
@@ -138,6 +140,31 @@ def test_rope_and_cache(
         untouched = np.ones(cache.shape, bool)
         untouched[slots // block_size, layer, :, :, slots % block_size] = False
         np.testing.assert_array_equal(cache[untouched], before[untouched])
+
+
+@settings(max_examples=10)
+@given(tokens=TOKENS, words=st.integers(1, 2500), rows=st.integers(1, 6), seed=SEEDS)
+def test_take(ways: Ways, tokens: int, words: int, rows: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    x = generator.standard_normal((rows, words), dtype=np.float32)
+    indices = generator.integers(0, rows, tokens, dtype=np.int32)
+    for kernels in ways("float", seed):
+        np.testing.assert_array_equal(kernels.take(x, indices), x[indices])
+
+
+@settings(max_examples=10)
+@given(size=st.integers(1, 700), seed=SEEDS, data=st.data())
+def test_update_tables(ways: Ways, size: int, seed: int, data: st.DataObject) -> None:
+    generator = np.random.default_rng(seed)
+    before = generator.integers(0, 2**31, (3, size), dtype=np.int32)
+    places = generator.permutation(3 * size)[: data.draw(st.integers(1, 3 * size))]
+    blocks = generator.integers(0, 2**31, len(places), dtype=np.int32)
+    expected = before.copy()
+    expected.ravel()[places] = blocks
+    for kernels in ways("float", seed):
+        tables = before.copy()
+        kernels.update_tables(tables, places, blocks)
+        np.testing.assert_array_equal(tables, expected)
 
 
 @settings(max_examples=10)
@@ -182,19 +209,3 @@ def test_nan_and_infinity_stay_in_their_row(element: str, poison: float) -> None
     before, after = (kernels.rms_norm(hidden, None, weight, 1e-5)[0] for hidden in (clean, dirty))
     np.testing.assert_array_equal(before[[0, 2]], after[[0, 2]])
     assert not np.isfinite(float32(after)[1, 3])
-
-
-def test_a_block_beyond_two_gigabytes_is_addressed_with_64_bits() -> None:
-    """Rows whose offset overflows 32 bits: the arrays are never touched elsewhere, so they take no memory."""
-    kernels = Kernels("__half")
-    size = 4096
-    table = np.zeros((2**20, size), np.float16)  # 8 GiB, of which one page is written
-    table[-1] = np.arange(size)
-    np.testing.assert_array_equal(kernels.embed(table, np.array([2**20 - 1], np.int32))[0], table[-1])
-
-    cache = np.zeros((2**19, 1, 2, 1, 64, 64), ml_dtypes.bfloat16)  # 8 GiB, likewise
-    qkv = np.ones((1, 3 * 64), ml_dtypes.bfloat16)
-    rope = np.stack([np.ones((1, 32), np.float32), np.zeros((1, 32), np.float32)], axis=-1)
-    position, slot = np.zeros(1, np.int32), np.array([2**19 * 64 - 1])
-    Kernels("__nv_bfloat16").rope_and_cache(qkv, rope, position, slot, cache, 0, 1, None)
-    assert float32(cache[-1, 0, :, 0, -1]).tolist() == [[1.0] * 64] * 2

@@ -67,6 +67,7 @@ enum Order : unsigned { forward, reverse, shuffled };
 struct Launch {
     unsigned grid[3];
     unsigned block[3];
+    size_t first_block, end_block;  // those that run, in the order x, y, z
     size_t dynamic_shared;
     size_t shared_limit;
     Order order;

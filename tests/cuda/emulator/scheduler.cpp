@@ -402,9 +402,9 @@ extern "C" __attribute__((visibility("default"))) unsigned emulator_launch(const
     random_state = launch->seed * 0x9e3779b97f4a7c15 | 1;
     allocate_stacks(size_t{launch->block[0]} * launch->block[1] * launch->block[2]);
 
-    std::vector<unsigned> blocks(size_t{launch->grid[0]} * launch->grid[1] * launch->grid[2]);
+    std::vector<unsigned> blocks(launch->end_block - launch->first_block);
     for (size_t i = 0; i < blocks.size(); i++) {
-        blocks[i] = launch->order == reverse ? blocks.size() - 1 - i : i;
+        blocks[i] = launch->first_block + (launch->order == reverse ? blocks.size() - 1 - i : i);
         if (launch->order == shuffled) std::swap(blocks[i], blocks[random_below(i + 1)]);
     }
     start_launch_memory();

@@ -1,0 +1,132 @@
+"""Offsets beyond 2**31 elements: arrays that take memory only where they are touched, and only the last blocks run."""
+
+from __future__ import annotations
+
+from tempfile import TemporaryFile
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from minipaged.ops.reference import ReferenceOps
+from tests.cuda.emulated import Execution, Kernel, load
+from tests.cuda.kernels import Kernels
+from tests.cuda.toolchain import CUDA
+
+LAST = Execution(num_last_blocks=1)
+NUM_ROWS = 2**20
+SIZE = 2056
+"""More than 2**31 elements in so many rows."""
+
+
+def kernel(file: str, name: str) -> Kernel:
+    return load(CUDA / f"{file}.cu", ("-DELEMENT=__half",)).kernels[name]
+
+
+def test_embed() -> None:
+    table = np.zeros((NUM_ROWS, SIZE), np.float16)
+    table[-1] = np.arange(SIZE)
+    np.testing.assert_array_equal(Kernels("__half").embed(table, np.array([NUM_ROWS - 1], np.int32))[0], table[-1])
+
+
+def test_rms_norm() -> None:
+    hidden, residual = np.zeros((2, NUM_ROWS, SIZE), np.float16)
+    normed, total = np.zeros((2, NUM_ROWS, SIZE), np.float16)
+    hidden[-1], residual[-1] = np.arange(SIZE) % 7, 1
+    weight = np.linspace(0, 1, SIZE, dtype=np.float32)
+    arguments = (hidden, residual, weight, normed, total, np.int32(SIZE), np.float32(1e-5))
+    kernel("rms_norm", "rms_norm")((NUM_ROWS,), (288,), arguments, execution=LAST)
+    x = hidden[-1:].astype(np.float32) + 1
+    np.testing.assert_array_equal(total[-1:], x)
+    expected, _ = ReferenceOps().rms_norm(x, weight, 1e-5, None)
+    np.testing.assert_allclose(normed[-1:].astype(np.float32), expected.astype(np.float32), rtol=2e-3)
+
+
+def test_rope_and_cache() -> None:
+    cache = np.zeros((2**19, 1, 2, 1, 64, 64), ml_dtypes.bfloat16)
+    qkv = np.ones((1, 3 * 64), ml_dtypes.bfloat16)
+    rope = np.stack([np.ones((1, 32), np.float32), np.zeros((1, 32), np.float32)], axis=-1)
+    position, slot = np.zeros(1, np.int32), np.array([2**19 * 64 - 1])
+    Kernels("__nv_bfloat16").rope_and_cache(qkv, rope, position, slot, cache, 0, 1, None)
+    assert cache[-1, 0, :, 0, -1].astype(np.float32).tolist() == [[1.0] * 64] * 2
+
+
+def test_copy_blocks_and_fill_blocks() -> None:
+    """More than 2**31 vectors of 16 bytes, 64 GiB: in a file with holes, since nobody has so much memory."""
+    with TemporaryFile() as file:
+        cache = np.memmap(file, np.float16, "w+", shape=(2**20, 2**15))
+    cache[-1] = np.arange(2**15) % 99
+    Kernels("__half").copy_blocks(cache, np.array([[2**20 - 1, 2**20 - 2]], np.int32))
+    np.testing.assert_array_equal(cache[-2], cache[-1])
+    Kernels("__half").fill_blocks(cache, np.array([2**20 - 1], np.int32), 0.5)
+    np.testing.assert_array_equal(cache[-1], np.float16(0.5))
+    np.testing.assert_array_equal(cache[-3], 0)
+
+
+def linear(
+    name: str, x: NDArray[np.float16], weight: NDArray[np.float16], rows: int, columns: int, shared: int
+) -> None:
+    """The last tile of x @ weight.T, [rows, columns], by a kernel; compared with NumPy's."""
+    out = np.zeros((len(x), len(weight)), np.float16)
+    tiles = -(-len(x) // rows) * -(-len(weight) // columns)
+    function = kernel("linear", name)
+    function.max_dynamic_shared_size_bytes = shared
+    sizes = [np.int32(size) for size in (len(x), len(weight), x.shape[1])]
+    function((tiles,), (128,), (x, weight, None, out, *sizes), shared, execution=LAST)
+    last_rows, last_columns = x[-rows:].astype(np.float32), weight[-columns:].astype(np.float32)
+    np.testing.assert_array_equal(out[-rows:, -columns:], (last_rows @ last_columns.T).astype(np.float16))
+
+
+def test_linear_of_many_rows() -> None:
+    x, weight = np.zeros((NUM_ROWS, SIZE), np.float16), np.zeros((2048 + 32, SIZE), np.float16)
+    generator = np.random.default_rng(0)
+    x[-128:] = generator.integers(-2, 3, (128, SIZE))
+    weight[-128:] = generator.integers(-2, 3, (128, SIZE))
+    linear("linear_few", x, weight, 16, 32, 73728)
+
+
+def test_linear_of_many_columns() -> None:
+    x, weight = np.ones((3, SIZE), np.float16), np.zeros((NUM_ROWS, SIZE), np.float16)
+    weight[-128:] = np.random.default_rng(0).integers(-2, 3, (128, SIZE))
+    for name, rows, columns, shared in (("few", 16, 32, 73728), ("some", 64, 32, 73728), ("many", 128, 128, 98304)):
+        linear(f"linear_{name}", x, weight, rows, columns, shared)
+
+
+def test_sampling() -> None:
+    """The last of 2**15 rows of 2**17 logits, and its log-probabilities."""
+    num_rows, vocab_size = 2**14 + 1, 2**17
+    logits = np.zeros((num_rows, vocab_size), np.float32)
+    logits[-1, 77_777] = 30
+    per_row = np.zeros(num_rows, np.float32)
+    token_ids = np.zeros(num_rows, np.int32)
+    arguments = (logits, per_row, token_ids, per_row, per_row, np.zeros(num_rows, np.uint64))
+    positions = np.zeros(num_rows, np.uint32)
+    module = load(CUDA / "sampling.cu")
+    module.kernels["sample"](
+        (num_rows,), (512,), (*arguments, positions, positions, token_ids, np.int32(vocab_size)), execution=LAST
+    )
+    assert token_ids[-1] == 77_777
+    chosen, top = np.zeros(num_rows, np.float32), np.zeros((num_rows, 1), np.float32)
+    top_ids = np.zeros((num_rows, 1), np.int32)
+    module.kernels["logprobs"](
+        (num_rows,),
+        (512,),
+        (logits, token_ids, chosen, top_ids, top, np.int32(vocab_size), np.int32(1)),
+        execution=LAST,
+    )
+    assert top_ids[-1] == 77_777
+    assert abs(chosen[-1]) < 1e-6
+    module.kernels["add_bias"](
+        (num_rows,),
+        (32,),
+        (
+            logits,
+            np.array([num_rows - 1], np.int32),
+            np.array([5], np.int32),
+            np.array([3], np.float32),
+            np.int32(1),
+            np.int32(vocab_size),
+        ),
+        execution=LAST,
+    )
+    assert logits[-1, 5] == 3
