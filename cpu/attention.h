@@ -31,11 +31,30 @@ typedef struct {
 /* Where the blocks of a tile are. */
 typedef struct {
     const char *keys[SPAN], *values[SPAN];
-    int kind;
-    int base;   /* position of the first slot */
-    int size;   /* positions of a block */
-    int vectors; /* per block: ceil(size / LANES) */
+    int first, end; /* blocks [first, end) of the tile are there */
+    int base;       /* position of the first slot */
+    int size;       /* positions of a block */
+    int vectors;    /* per block: ceil(size / LANES) */
 } Span;
+
+/* Asks for the tile that comes next, little by little between products: blocks lie far apart, where no processor looks
+ * ahead, and many lines asked for at once would be waited for. */
+typedef struct {
+    const Span *span;
+    int block, is_value, offset, bytes;
+} Ahead;
+
+INLINE void look_ahead(Ahead *ahead) {
+    if (ahead->block >= ahead->span->end) return;
+    const char *begin = ahead->is_value ? ahead->span->values[ahead->block] : ahead->span->keys[ahead->block];
+    prefetch(begin + ahead->offset);
+    prefetch(begin + ahead->offset + 64);
+    ahead->offset += 128;
+    if (ahead->offset < ahead->bytes) return;
+    ahead->offset = 0;
+    ahead->block += ahead->is_value;
+    ahead->is_value ^= 1;
+}
 
 INLINE vfloat load_element(const char *p, int64_t at, const int kind) {
     return kind == KIND_F32   ? load((const float *)p + at)
@@ -44,8 +63,8 @@ INLINE vfloat load_element(const char *p, int64_t at, const int kind) {
 }
 
 /* scores[r] = scale * (q_r . k) for `count` vectors of positions, the first of which is `vector`. */
-INLINE void score_vectors(const Span *span, int dim, float scale, const Row *rows, int vector, float (*scores)[MAX_SCORES],
-                          const int num_rows, const int count, const int kind) {
+INLINE void score_vectors(const Span *span, Ahead *ahead, int dim, float scale, const Row *rows, int vector,
+                          float (*scores)[MAX_SCORES], const int num_rows, const int count, const int kind) {
     const char *keys[4];
     vfloat sums[ROWS][4];
     for (int v = 0; v < count; v++) {
@@ -58,17 +77,20 @@ INLINE void score_vectors(const Span *span, int dim, float scale, const Row *row
         for (int v = 0; v < count; v++) key[v] = load_element(keys[v], (int64_t)i * span->size, kind);
         for (int r = 0; r < num_rows; r++)
             for (int v = 0; v < count; v++) sums[r][v] = fma_(key[v], spread(rows[r].query[i]), sums[r][v]);
+        look_ahead(ahead);
     }
     for (int r = 0; r < num_rows; r++)
         for (int v = 0; v < count; v++) store(scores[r] + (vector + v) * LANES, sums[r][v] * spread(scale));
 }
 
-INLINE void score_rows(const Span *span, int dim, float scale, const Row *rows, int vector, int end,
+INLINE void score_rows(const Span *span, Ahead *ahead, int dim, float scale, const Row *rows, int vector, int end,
                        float (*scores)[MAX_SCORES], const int num_rows, const int kind) {
     if (LANES == 16 || num_rows <= 2) /* the registers hold so many sums */
-        for (; vector + 4 <= end; vector += 4) score_vectors(span, dim, scale, rows, vector, scores, num_rows, 4, kind);
-    for (; vector + 2 <= end; vector += 2) score_vectors(span, dim, scale, rows, vector, scores, num_rows, 2, kind);
-    for (; vector < end; vector++) score_vectors(span, dim, scale, rows, vector, scores, num_rows, 1, kind);
+        for (; vector + 4 <= end; vector += 4)
+            score_vectors(span, ahead, dim, scale, rows, vector, scores, num_rows, 4, kind);
+    for (; vector + 2 <= end; vector += 2)
+        score_vectors(span, ahead, dim, scale, rows, vector, scores, num_rows, 2, kind);
+    for (; vector < end; vector++) score_vectors(span, ahead, dim, scale, rows, vector, scores, num_rows, 1, kind);
 }
 
 /* Turn a row's scores of vectors [vector, end) into weights relative to its largest score so far, 0 for positions that it
@@ -104,8 +126,8 @@ INLINE float weigh_row(const Span *span, Row *row, float *scores, int vector, in
 
 /* acc += weights * V for the tile's positions [low, high), counted from its first, and `count` vectors of elements, whose
  * sums stay in registers. */
-INLINE void add_vectors(const Span *span, int dim, int element, const Row *rows, float (*weights)[MAX_SCORES], int low,
-                        int high, const int num_rows, const int count, const int kind) {
+INLINE void add_vectors(const Span *span, Ahead *ahead, int dim, int element, const Row *rows, float (*weights)[MAX_SCORES],
+                        int low, int high, const int num_rows, const int count, const int kind) {
     vfloat sums[ROWS][4];
     for (int r = 0; r < num_rows; r++)
         for (int v = 0; v < count; v++) sums[r][v] = load(rows[r].acc + element + v * LANES);
@@ -119,6 +141,7 @@ INLINE void add_vectors(const Span *span, int dim, int element, const Row *rows,
             for (int r = 0; r < num_rows; r++)
                 for (int v = 0; v < count; v++)
                     sums[r][v] = fma_(value[v], spread(weights[r][first + j]), sums[r][v]);
+            look_ahead(ahead);
         }
     }
     for (int r = 0; r < num_rows; r++)
@@ -126,14 +149,14 @@ INLINE void add_vectors(const Span *span, int dim, int element, const Row *rows,
 }
 
 /* The same for all elements. */
-INLINE void add_positions(const Span *span, int dim, const Row *rows, float (*weights)[MAX_SCORES], int low, int high,
+INLINE void add_positions(const Span *span, Ahead *ahead, int dim, const Row *rows, float (*weights)[MAX_SCORES], int low, int high,
                           const int num_rows, const int kind) {
     if (low >= high) return;
     const int together = LANES == 8 ? 2 : 4;
     int i = 0;
     for (; i + together * LANES <= dim; i += together * LANES)
-        add_vectors(span, dim, i, rows, weights, low, high, num_rows, together, kind);
-    for (; i + LANES <= dim; i += LANES) add_vectors(span, dim, i, rows, weights, low, high, num_rows, 1, kind);
+        add_vectors(span, ahead, dim, i, rows, weights, low, high, num_rows, together, kind);
+    for (; i + LANES <= dim; i += LANES) add_vectors(span, ahead, dim, i, rows, weights, low, high, num_rows, 1, kind);
     for (; i < dim; i++)
         for (int r = 0; r < num_rows; r++)
             for (int at = low; at < high; at++) {
@@ -144,7 +167,7 @@ INLINE void add_positions(const Span *span, int dim, const Row *rows, float (*we
 }
 
 /* Positions that all rows see are added for all of them at once; before and after those come each row's own, in order. */
-INLINE void add_rows(const Span *span, int dim, const Row *rows, float (*weights)[MAX_SCORES], const int num_rows,
+INLINE void add_rows(const Span *span, Ahead *ahead, int dim, const Row *rows, float (*weights)[MAX_SCORES], const int num_rows,
                      const int kind) {
     const int num_positions = SPAN / span->size * span->size;
     int low[ROWS], high[ROWS], common_low = 0, common_high = num_positions;
@@ -156,14 +179,14 @@ INLINE void add_rows(const Span *span, int dim, const Row *rows, float (*weights
     }
     const int has_common = common_low < common_high;
     for (int r = 0; r < num_rows; r++)
-        add_positions(span, dim, rows + r, weights + r, low[r], has_common ? common_low : high[r], 1, kind);
+        add_positions(span, ahead, dim, rows + r, weights + r, low[r], has_common ? common_low : high[r], 1, kind);
     if (!has_common) return;
-    add_positions(span, dim, rows, weights, common_low, common_high, num_rows, kind);
-    for (int r = 0; r < num_rows; r++) add_positions(span, dim, rows + r, weights + r, common_high, high[r], 1, kind);
+    add_positions(span, ahead, dim, rows, weights, common_low, common_high, num_rows, kind);
+    for (int r = 0; r < num_rows; r++) add_positions(span, ahead, dim, rows + r, weights + r, common_high, high[r], 1, kind);
 }
 
 /* One tile for up to ROWS rows. */
-INLINE void attend_rows(const Command *c, const Span *span, Row *rows, const int num_rows, const int kind) {
+INLINE void attend_rows(const Command *c, const Span *span, Ahead *ahead, Row *rows, const int num_rows, const int kind) {
     const int dim = c->head_dim, size = span->size;
     int from = rows[0].from, to = rows[0].position;
     for (int r = 1; r < num_rows; r++) {
@@ -171,30 +194,30 @@ INLINE void attend_rows(const Command *c, const Span *span, Row *rows, const int
         if (rows[r].position > to) to = rows[r].position;
     }
     const int end_position = span->base + SPAN / size * size;
-    int first_block = from > span->base ? (from - span->base) / size : 0;
-    int end_block = to < end_position ? (to - span->base) / size + 1 : SPAN / size;
     if (from >= end_position || to < span->base) return;
+    const int first = from > span->base ? (from - span->base) / size : 0;
+    const int end = to < end_position ? (to - span->base) / size + 1 : SPAN / size;
 
     float scores[ROWS][MAX_SCORES];
-    const int vector = first_block * span->vectors, end = end_block * span->vectors;
-    score_rows(span, dim, c->scale, rows, vector, end, scores, num_rows, kind);
+    const int vector = first * span->vectors, end_vector = end * span->vectors;
+    score_rows(span, ahead, dim, c->scale, rows, vector, end_vector, scores, num_rows, kind);
     for (int r = 0; r < num_rows; r++) {
-        const float keep = weigh_row(span, rows + r, scores[r], vector, end);
+        const float keep = weigh_row(span, rows + r, scores[r], vector, end_vector);
         if (keep != 1)
             for (int i = 0; i < dim; i++) rows[r].acc[i] *= keep;
     }
-    add_rows(span, dim, rows, scores, num_rows, kind);
+    add_rows(span, ahead, dim, rows, scores, num_rows, kind);
 }
 
-#define ATTEND_ROWS(N, KIND)                                                                                      \
-    static __attribute__((noinline)) void attend_##N##_##KIND(const Command *c, const Span *span, Row *rows) { \
-        attend_rows(c, span, rows, N, KIND_##KIND);                                                               \
+typedef void AttendRows(const Command *, const Span *, Ahead *, Row *);
+
+#define ATTEND_ROWS(N, KIND)                                                                                   \
+    static __attribute__((noinline)) void attend_##N##_##KIND(const Command *c, const Span *s, Ahead *a, Row *r) { \
+        attend_rows(c, s, a, r, N, KIND_##KIND);                                                               \
     }
 ATTEND_ROWS(1, F32) ATTEND_ROWS(2, F32) ATTEND_ROWS(3, F32) ATTEND_ROWS(4, F32)
 ATTEND_ROWS(1, F16) ATTEND_ROWS(2, F16) ATTEND_ROWS(3, F16) ATTEND_ROWS(4, F16)
 ATTEND_ROWS(1, BF16) ATTEND_ROWS(2, BF16) ATTEND_ROWS(3, BF16) ATTEND_ROWS(4, BF16)
-
-typedef void AttendRows(const Command *, const Span *, Row *);
 
 INLINE AttendRows *attend_function(int num_rows, int kind) {
     static AttendRows *const functions[3][ROWS] = {
@@ -205,58 +228,13 @@ INLINE AttendRows *attend_function(int num_rows, int kind) {
     return functions[kind][num_rows - 1];
 }
 
-/* Blocks lie far apart, where no processor looks ahead: ask for them while others are worked on. */
-INLINE void prefetch_block(const Command *c, int64_t block, int head) {
-    const int element = c->kind == KIND_F32 ? 4 : 2, count = c->block_size * c->head_dim * element;
-    for (int is_value = 0; is_value < 2; is_value++) {
-        const char *begin = (const char *)c->cache + cache_offset(c, block, is_value, head) * element;
-        for (int i = 0; i < count; i += 64) __builtin_prefetch(begin + i);
-    }
-}
-
-INLINE void attend(const Command *c, int sequence, int head, int first, int end) {
-    const int dim = c->head_dim, size = c->block_size, group = c->num_query_heads / c->num_kv_heads;
-    const int element = c->kind == KIND_F32 ? 4 : 2, blocks = SPAN / size;
-    const BatchHeader *batch = c->batch;
-    const int32_t *table = batch->tables + batch->rows[sequence] * batch->table_stride;
-    const char *cache = c->cache;
-    Row rows[QUERIES * HEADS];
-    for (int g0 = 0; g0 < group; g0 += HEADS) { /* so many query heads at a time that `rows` is bounded */
-        int count = 0, last = 0, start = INT32_MAX;
-        for (int t = first; t < end; t++) {
-            const int position = batch->positions[t];
-            const int from = c->window && position >= c->window ? position - c->window + 1 : 0;
-            if (position > last) last = position;
-            if (from < start) start = from;
-            for (int g = g0; g < group && g < g0 + HEADS; g++) {
-                const int h = head * group + g;
-                float *out = (float *)c->output + ((int64_t)t * c->num_query_heads + h) * dim;
-                memset(out, 0, dim * sizeof(float));
-                rows[count++] = (Row){(const float *)c->input + (int64_t)t * c->in_stride + h * dim, out, spread(0),
-                                      -INFINITY, from, position};
-            }
-        }
-        Span span = {.kind = c->kind, .size = size, .vectors = (size + LANES - 1) / LANES};
-        for (int tile = start / size / blocks; tile <= last / size / blocks; tile++) {
-            span.base = tile * blocks * size;
-            for (int b = 0; b < blocks; b++) {
-                const int column = tile * blocks + b;
-                if (column < start / size || column > last / size) continue;
-                span.keys[b] = cache + cache_offset(c, table[column], 0, head) * element;
-                span.values[b] = cache + cache_offset(c, table[column], 1, head) * element;
-                if (column + blocks <= last / size) prefetch_block(c, table[column + blocks], head);
-            }
-            for (int r = 0; r < count; r += ROWS)
-                attend_function(count - r < ROWS ? count - r : ROWS, c->kind)(c, &span, rows + r);
-        }
-        for (int r = 0; r < count; r++) {
-            const float total = sum_lanes(rows[r].total);
-            for (int i = 0; i < dim; i++) rows[r].acc[i] /= total;
-        }
-    }
-}
-
 /* Pieces are numbered through sequences, their blocks of tokens, and KV heads. */
+typedef struct {
+    int sequence, head;
+    int first, end;              /* tokens [first, end) of the step */
+    int first_block, last_block; /* that they see, by their place in the table */
+} Piece;
+
 INLINE int sequence_pieces(const Command *c, int sequence) {
     const int tokens = c->batch->query_starts[sequence + 1] - c->batch->query_starts[sequence];
     return (tokens + QUERIES - 1) / QUERIES * c->num_kv_heads;
@@ -268,31 +246,69 @@ INLINE int attention_pieces(const Command *c) {
     return pieces;
 }
 
-/* What a piece of work is. */
-typedef struct {
-    int sequence, head, first, end; /* tokens [first, end) of the step */
-} Piece;
+INLINE int first_seen(const Command *c, int position) {
+    return c->window && position >= c->window ? position - c->window + 1 : 0;
+}
 
-INLINE Piece find_piece(const Command *c, int piece) {
+INLINE Piece find_piece(const Command *c, int index) {
+    const BatchHeader *batch = c->batch;
     int s = 0;
-    for (; piece >= sequence_pieces(c, s); s++) piece -= sequence_pieces(c, s);
-    const int first = c->batch->query_starts[s] + piece / c->num_kv_heads * QUERIES, limit = c->batch->query_starts[s + 1];
-    return (Piece){s, piece % c->num_kv_heads, first, first + QUERIES < limit ? first + QUERIES : limit};
+    for (; index >= sequence_pieces(c, s); s++) index -= sequence_pieces(c, s);
+    const int first = batch->query_starts[s] + index / c->num_kv_heads * QUERIES, limit = batch->query_starts[s + 1];
+    const int end = first + QUERIES < limit ? first + QUERIES : limit;
+    return (Piece){s, index % c->num_kv_heads, first, end, first_seen(c, batch->positions[first]) / c->block_size,
+                   batch->positions[end - 1] / c->block_size};
+}
+
+/* The tile with the given number, as far as the piece sees it. */
+INLINE void find_span(const Command *c, const Piece *piece, int tile, Span *span) {
+    const int32_t *table = c->batch->tables + c->batch->rows[piece->sequence] * c->batch->table_stride;
+    const int blocks = SPAN / c->block_size, element = c->kind == KIND_F32 ? 4 : 2, column = tile * blocks;
+    span->base = column * c->block_size;
+    span->size = c->block_size;
+    span->vectors = (c->block_size + LANES - 1) / LANES;
+    span->first = piece->first_block > column ? piece->first_block - column : 0;
+    span->end = piece->last_block < column + blocks ? piece->last_block + 1 - column : blocks;
+    for (int b = span->first; b < span->end; b++) {
+        span->keys[b] = (const char *)c->cache + cache_offset(c, table[column + b], 0, piece->head) * element;
+        span->values[b] = (const char *)c->cache + cache_offset(c, table[column + b], 1, piece->head) * element;
+    }
 }
 
 static void attention(const Command *c, int index, int num_threads) {
-    if (index + num_threads < attention_pieces(c)) { /* most likely this thread's next */
-        const Piece next = find_piece(c, index + num_threads);
-        const BatchHeader *batch = c->batch;
-        const int32_t *table = batch->tables + batch->rows[next.sequence] * batch->table_stride;
-        const int from = c->window ? batch->positions[next.first] - c->window + 1 : 0;
-        const int blocks = SPAN / c->block_size, begin = from > 0 ? from / c->block_size : 0;
-        const int end = batch->positions[next.end - 1] / c->block_size;
-        for (int column = begin; column <= end && column < begin + blocks; column++)
-            prefetch_block(c, table[column], next.head);
-    }
+    const int dim = c->head_dim, group = c->num_query_heads / c->num_kv_heads, blocks = SPAN / c->block_size;
     const Piece piece = find_piece(c, index);
-    attend(c, piece.sequence, piece.head, piece.first, piece.end);
+    const int has_next = index + num_threads < attention_pieces(c); /* most likely this thread's */
+    const Piece next = has_next ? find_piece(c, index + num_threads) : piece;
+    const int block_bytes = c->block_size * dim * (c->kind == KIND_F32 ? 4 : 2);
+    Row rows[QUERIES * HEADS];
+    for (int g0 = 0; g0 < group; g0 += HEADS) { /* so many query heads at a time that `rows` is bounded */
+        int count = 0;
+        for (int t = piece.first; t < piece.end; t++)
+            for (int g = g0; g < group && g < g0 + HEADS; g++) {
+                const int h = piece.head * group + g, position = c->batch->positions[t];
+                float *out = (float *)c->output + ((int64_t)t * c->num_query_heads + h) * dim;
+                memset(out, 0, dim * sizeof(float));
+                rows[count++] = (Row){(const float *)c->input + (int64_t)t * c->in_stride + h * dim, out, spread(0),
+                                      -INFINITY, first_seen(c, position), position};
+            }
+        Span spans[2];
+        const int last = piece.last_block / blocks;
+        int tile = piece.first_block / blocks, now = 0;
+        find_span(c, &piece, tile, &spans[now]);
+        for (; tile <= last; tile++, now ^= 1) {
+            Span *then = &spans[now ^ 1];
+            if (tile < last) find_span(c, &piece, tile + 1, then);
+            else find_span(c, &next, next.first_block / blocks, then);
+            Ahead ahead = {then, then->first, 0, 0, block_bytes};
+            for (int r = 0; r < count; r += ROWS)
+                attend_function(count - r < ROWS ? count - r : ROWS, c->kind)(c, &spans[now], &ahead, rows + r);
+        }
+        for (int r = 0; r < count; r++) {
+            const float total = sum_lanes(rows[r].total);
+            for (int i = 0; i < dim; i++) rows[r].acc[i] /= total;
+        }
+    }
 }
 
 #endif

@@ -25,7 +25,7 @@
 enum { PARTS = TILE / LANES };                             /* vectors per 16 output rows */
 enum { TOKENS = LANES == 16 ? 12 : LANES == 8 ? 4 : 2 };   /* tokens of a block: what the registers hold */
 enum { NEAR_BYTES = 256 * 1024 }; /* a part of the second-level cache */
-enum { AHEAD = 4096 };            /* bytes by which weights are asked for before they are needed */
+enum { AHEAD = 6144 };            /* bytes by which weights are asked for before they are needed */
 enum { Q4_BYTES = 64 + 4 * 64, Q8_BYTES = 64 + 8 * 64 };
 
 INLINE int tile_bytes(int kind, int in) {
@@ -66,8 +66,8 @@ INLINE void linear_quantised(const Command *c, const uint8_t *tile, int column, 
     for (int t = 0; t < tokens; t++) acc[t] = spread(0);
     for (int g = 0; g < groups; g++, tile += bytes) {
         const uint8_t *p = tile + part * 4 * LANES;
-        if (token == 0) /* the first to come by */
-            for (int i = 0; i < bytes; i += 64) __builtin_prefetch(tile + AHEAD + i);
+        if (token == 0 && part == 0) /* the first to come by */
+            for (int i = 0; i < bytes; i += 64) prefetch(tile + AHEAD + i);
         vuint both;
         memcpy(&both, p, sizeof both);
         vfloat scale = half_to_float(low_halves(both)), minimum = half_to_float(low_halves(both >> 16));
@@ -104,6 +104,7 @@ INLINE void linear_float(const Command *c, const uint8_t *tile, int column, int 
     for (int t = 0; t < tokens; t++) acc[t] = spread(0);
     for (int k = 0; k < c->in; k++) {
         const int at = k * TILE + part * LANES;
+        if (token == 0 && part == 0) prefetch(tile + AHEAD + (int64_t)k * TILE * (kind == KIND_F32 ? 4 : 2));
         vfloat w = kind == KIND_F32   ? load((const float *)tile + at)
                    : kind == KIND_F16 ? load_half((const uint16_t *)tile + at)
                                       : load_bfloat((const uint16_t *)tile + at);
@@ -166,7 +167,7 @@ INLINE LinearBlock *linear_function(int left, int *tokens) {
 
 /* Pieces of work are shares of `count` units, a few for every thread so that a slow one does less. */
 INLINE int share_of(int count, int num_threads) {
-    const int share = count / (num_threads * 4);
+    const int share = count / (num_threads * 8);
     return share > 1 ? share : 1;
 }
 

@@ -33,6 +33,9 @@ typedef uint16_t vhalf __attribute__((vector_size(2 * LANES)));
 typedef uint8_t vbyte __attribute__((vector_size(4 * LANES)));
 typedef int8_t vsmall __attribute__((vector_size(LANES))); /* one byte for every lane */
 
+/* Into the second-level cache: requests to the first are too few at a time for memory to keep up. */
+INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); }
+
 INLINE vfloat load(const float *p) {
     vfloat v;
     memcpy(&v, p, sizeof v);
