@@ -11,6 +11,10 @@ class ConfigError(MinipagedError, ValueError):
     """An engine setting is out of its range, or two settings contradict each other."""
 
 
+class UnsupportedModelError(ConfigError):
+    """The model has sizes that this device's kernels do not take; on another device it runs."""
+
+
 class ModelLoadError(MinipagedError):
     """A model cannot be found, read, or does not fit its own configuration."""
 

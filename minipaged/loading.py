@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minipaged.capacity import Capacity, plan_capacity
 from minipaged.config import EngineConfig
 from minipaged.devices import with_device
-from minipaged.errors import DeviceError
+from minipaged.errors import DeviceError, UnsupportedModelError
 from minipaged.models.config import ModelConfig
 from minipaged.models.hub import resolve_model
 from minipaged.models.llama import Llama
@@ -22,6 +23,8 @@ from minipaged.runner import Runner
 from minipaged.step_loop import StepRunner
 from minipaged.text.chat import ChatTemplate
 from minipaged.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,13 @@ def load_model(name: str | Path | None, config: EngineConfig, progress: Progress
             raise
 
     try:
-        return with_device(config, load)
+        try:
+            return with_device(config, load)
+        except UnsupportedModelError as error:
+            if config.device != "auto":
+                raise
+            logger.warning("Running on the CPU, not on the GPU. %s", error)
+            return with_device(replace(config, device="cpu"), load)
     except MemoryError as error:
         raise DeviceError(
             f"There is not enough memory for the model ({error}); take a smaller one, or a smaller quantisation, or "

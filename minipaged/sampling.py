@@ -138,7 +138,10 @@ class SamplingState(Generic[Array]):
 
     def batch(self, rows: Int32, positions: Int32) -> SamplingBatch[Array]:
         """For rows [N] whose tokens at positions [N] are to be chosen."""
-        return dataclasses.replace(self._select(rows).batch, positions=self._upload(positions.astype(np.uint32)))
+        batch = self._select(rows).batch
+        if batch.all_greedy:  # only draws depend on positions
+            return batch
+        return dataclasses.replace(batch, positions=self._upload(positions.astype(np.uint32)))
 
     def penalties(self, rows: Int32) -> Penalties[Array] | None:
         """Those of the rows that have any."""

@@ -174,6 +174,12 @@ def test_settings() -> None:
         ("swap_bandwidth", 0),
         ("max_running", 2.0),
         ("num_threads", 0),
+        ("dtype", "float32"),
+        ("cuda_graphs", 1),
+        ("memory_fraction", 0),
+        ("memory_fraction", 1.01),
+        ("memory_fraction", float("nan")),
+        ("memory_fraction", "half"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(name: str, value: object) -> None:

@@ -155,7 +155,7 @@ class SamplingBatch(Generic[Array]):
     streams: Array
     """uint32 [N]: which of the request's samples, part of the Philox counter."""
     positions: Array
-    """uint32 [N]: position of the token being chosen, part of the Philox counter."""
+    """uint32 [N]: position of the token being chosen, part of the Philox counter. Anything if all are greedy."""
     num_logprobs: int
     """Most likely tokens to return per row; -1: no log-probabilities at all."""
     all_greedy: bool
@@ -189,7 +189,7 @@ class Ops(Protocol[Array, Weight]):
     def prepare(self, dimensions: Dimensions, types: ElementTypes, progress: Progress) -> None:
         """Get ready for a model, and compile what must be compiled for it.
 
-        Raises `ConfigError` for sizes or types that this device cannot compute with.
+        Raises `ConfigError` for types that this device cannot compute with, `UnsupportedModelError` for sizes.
         """
 
     def cache_memory(self, fraction: float) -> int:

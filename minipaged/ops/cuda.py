@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from minipaged.errors import ConfigError
+from minipaged.errors import ConfigError, UnsupportedModelError
 from minipaged.ops.base import (
     Batch,
     Bias,
@@ -36,6 +36,7 @@ from minipaged.ops.cuda_graphs import Graphs, graph_size
 from minipaged.ops.cuda_kernels import GATED, LINEAR, LOGITS, CudaKernels, Tile, tile_for
 from minipaged.ops.cuda_memory import CudaMemory
 from minipaged.ops.cuda_modules import CudaModules
+from minipaged.ops.cuda_sampling import Sampler
 from minipaged.ops.cuda_staging import Staging
 from minipaged.ops.cuda_transfers import BlockTransfers
 from minipaged.ops.cuda_weights import DEVICE_TYPES, WeightLoader
@@ -51,8 +52,6 @@ STAGING_BYTES = 8 << 20
 STAGING_BUFFERS = 3
 UPLOAD_BYTES = 4 << 20
 """For what `upload` returns: settings and penalties of the sequences that run. More comes from CuPy's pool."""
-RESULT_BYTES = 64 << 10
-"""At first; more where many log-probabilities are asked for."""
 MOST_PARTIALS = 1024
 """Splits of sequences that one launch of attention takes: some waves of blocks for any GPU; more need more launches."""
 
@@ -74,8 +73,6 @@ class CudaOps:
         with cuda_errors("be used"):
             self._memory = CudaMemory()
             self._stream: cupy.cuda.Stream = cupy.cuda.Stream(non_blocking=True)
-            self._results = self._memory.allocate_pinned(RESULT_BYTES, "results")
-            self._results_ready: cupy.cuda.Event = cupy.cuda.Event(block=True, disable_timing=True)
         self._workspace = Workspace(self._memory)
         self._uploads = Workspace(self._memory)
         self._graphs = Graphs(self._stream, self._workspace)
@@ -97,6 +94,7 @@ class CudaOps:
         architecture = int(self._cupy.cuda.Device().compute_capability)
         modules = CudaModules(architecture, progress)
         self._kernels = CudaKernels(modules, self._stream, element=element, head_dim=dimensions.head_dim)
+        self._sampler = Sampler(self._memory, self._kernels, self._stream)
         self._staging = Staging(self._memory, self._stream, num_bytes=STAGING_BYTES, num_buffers=STAGING_BUFFERS)
         self._weights = WeightLoader(self._memory, self._staging, element)
 
@@ -319,11 +317,14 @@ class CudaOps:
         step = self._described(batch)
         tile = self._kernels.attention_decode if step.is_decode else self._kernels.attention_any
         group, num_splits, num_sequences = num_query_heads // num_kv_heads, step.num_splits, len(batch.rows)
-        most = max(1, max(MOST_PARTIALS, self._most_splits) // num_splits)
+        most_partials = max(MOST_PARTIALS, self._most_splits)
+        most = most_partials // num_splits
 
         out = self._take((num_tokens, num_query_heads * head_dim), self._dtype)
-        shape = (min(most, num_sequences), num_query_heads, num_splits, head_dim + 4)
-        partials = None if num_splits == 1 else self._take(shape, np.float32)
+        partials = None
+        if num_splits > 1:
+            count = min(most_partials, num_sequences * num_splits)
+            partials = self._take((count, num_query_heads, head_dim + 4), np.float32)
         for first in range(0, num_sequences, most):
             end = min(first + most, num_sequences)
             starts, count = batch.query_starts[first : end + 1], end - first
@@ -366,50 +367,14 @@ class CudaOps:
         self, logits: cupy.ndarray, penalties: Penalties[cupy.ndarray] | None, bias: Bias[cupy.ndarray] | None
     ) -> cupy.ndarray:
         """By the rules of `reference_sampling.adjust_logits`."""
-        num_rows, vocab_size = logits.shape
         adjusted = self._take(logits.shape, np.float32)
         self._copy(adjusted.data.ptr, logits.data.ptr, logits.nbytes)
-        if penalties is not None:
-            arguments = (
-                adjusted,
-                penalties.rows,
-                penalties.starts,
-                penalties.token_ids,
-                penalties.counts,
-                penalties.repetition,
-                penalties.presence,
-                penalties.frequency,
-                np.int32(len(penalties.rows)),
-                np.int32(vocab_size),
-            )
-            self._kernels.launch("penalise", (-(-len(penalties.token_ids) // 512),), 512, arguments)
-        if bias is not None:
-            arrays = (adjusted, bias.rows, bias.token_ids, bias.values)
-            self._kernels.launch("add_bias", (num_rows,), 32, (*arrays, np.int32(len(bias.rows)), np.int32(vocab_size)))
+        self._sampler.adjust(adjusted, penalties, bias)
         return adjusted
 
     def sample(self, logits: cupy.ndarray, raw_logits: cupy.ndarray, batch: SamplingBatch[cupy.ndarray]) -> Sampled:
-        """By the rules of `reference_sampling.sample`; all results come back by one copy."""
-        num_rows, vocab_size = logits.shape
-        num_top = min(max(0, batch.num_logprobs), vocab_size)
-        results = self._take((num_rows * (2 + 2 * num_top),), np.int32)
-        of_tokens, of_own, of_top, of_top_logprobs = _parts(num_rows, num_top)
-        token_ids = results[of_tokens]
-        arrays = (logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
-        draws = (batch.seeds, batch.streams, batch.positions)
-        self._kernels.launch("sample", (num_rows,), 512, (*arrays, *draws, token_ids, np.int32(vocab_size)))
-        if batch.num_logprobs < 0:
-            return Sampled(self._fetch(token_ids), None, None, None)
-        outputs = (results[of_own].view(np.float32), results[of_top], results[of_top_logprobs].view(np.float32))
-        arguments = (raw_logits, token_ids, *outputs, np.int32(vocab_size), np.int32(num_top))
-        self._kernels.launch("logprobs", (num_rows,), 512, arguments)
-        host, shape = self._fetch(results), (num_rows, num_top)
-        return Sampled(
-            token_ids=host[of_tokens],
-            logprobs=host[of_own].view(np.float32),
-            top_ids=host[of_top].reshape(shape),
-            top_logprobs=host[of_top_logprobs].view(np.float32).reshape(shape),
-        )
+        """By the rules of `reference_sampling.sample`."""
+        return self._sampler.sample(logits, raw_logits, batch, self._take)
 
     # Blocks
 
@@ -437,19 +402,6 @@ class CudaOps:
         """Kernels that are launched later wait for it."""
         return self._transfers.from_host(host, cache, pairs)
 
-    def _fetch(self, array: cupy.ndarray) -> NDArray[np.int32]:
-        """A small int32 array, as soon as it is there."""
-        if array.nbytes > len(self._results):
-            self._results = self._memory.allocate_pinned(array.nbytes, "results")
-        runtime, host = self._cupy.cuda.runtime, self._results[: array.nbytes]
-        with cuda_errors("compute the step"):
-            runtime.memcpyAsync(
-                host.ctypes.data, array.data.ptr, array.nbytes, runtime.memcpyDeviceToHost, self._stream.ptr
-            )
-            self._results_ready.record(self._stream)
-            self._results_ready.synchronize()
-        return host.view(np.int32).copy()
-
     def _copy(self, destination: int, source: int, num_bytes: int) -> None:
         """Within the device."""
         runtime = self._cupy.cuda.runtime
@@ -458,14 +410,14 @@ class CudaOps:
 
 
 def _check(dimensions: Dimensions, element: str, cache_type: str) -> None:
-    """Raise `ConfigError` for what the kernels cannot compute with."""
+    """Raise `ConfigError` for settings, and `UnsupportedModelError` for a model, that the kernels do not take."""
     if cache_type not in ("auto", element):
         raise ConfigError(
             f'kv_dtype is {cache_type!r}, but on device="cuda" the KV cache has the type of the activations, '
             f'{element!r}; give kv_dtype="auto", or dtype={cache_type!r} if it is float16 or bfloat16.'
         )
     if dimensions.head_dim not in HEAD_DIMS:
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"The model's head_dim is {dimensions.head_dim}; the CUDA kernels take {', '.join(map(str, HEAD_DIMS))}. "
             'device="cpu" works.'
         )
@@ -479,9 +431,3 @@ def _check(dimensions: Dimensions, element: str, cache_type: str) -> None:
 
 def _block_shape(shape: CacheShape) -> tuple[int, ...]:
     return (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-
-
-def _parts(num_rows: int, num_top: int) -> tuple[slice, slice, slice, slice]:
-    """Where in the results are token ids [num_rows], their log-probabilities, the most likely ids, and theirs."""
-    middle, end = 2 * num_rows + num_rows * num_top, 2 * num_rows * (1 + num_top)
-    return slice(num_rows), slice(num_rows, 2 * num_rows), slice(2 * num_rows, middle), slice(middle, end)

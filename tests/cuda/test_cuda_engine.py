@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,3 +201,20 @@ def test_a_gpu_that_fails_is_the_end_of_the_engine(model: Path, gpu: Gpu, monkey
 
     anyio.run(main)
     assert gpu.unpooled_bytes == 0
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_model_that_the_kernels_do_not_take_runs_on_the_cpu(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its head_dim is 16. That is an error only if the GPU was asked for."""
+
+    async def load(device: DeviceName) -> None:
+        async with Engine.load(tiny_model, device=device, num_blocks=16) as engine:
+            await engine.generate([5, 6], SamplingParams(max_tokens=3)).completion()
+
+    anyio.run(load, "auto")
+    [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert record.message.startswith("Running on the CPU, not on the GPU. The model's head_dim is 16")
+    with pytest.raises(ConfigError, match=r'head_dim is 16; the CUDA kernels take .* device="cpu" works'):
+        anyio.run(load, "cuda")
