@@ -47,9 +47,8 @@ typedef struct {
 INLINE void look_ahead(Ahead *ahead) {
     if (ahead->block >= ahead->span->end) return;
     const char *begin = ahead->is_value ? ahead->span->values[ahead->block] : ahead->span->keys[ahead->block];
-    prefetch(begin + ahead->offset);
-    prefetch(begin + ahead->offset + 64);
-    ahead->offset += 128;
+    for (int i = 0; i < 512; i += 64) prefetch(begin + ahead->offset + i);
+    ahead->offset += 512;
     if (ahead->offset < ahead->bytes) return;
     ahead->offset = 0;
     ahead->block += ahead->is_value;
@@ -72,12 +71,13 @@ INLINE void score_vectors(const Span *span, Ahead *ahead, int dim, float scale, 
         keys[v] = span->keys[block] + offset * (kind == KIND_F32 ? 4 : 2);
         for (int r = 0; r < num_rows; r++) sums[r][v] = spread(0);
     }
+#pragma GCC unroll 4
     for (int i = 0; i < dim; i++) {
         vfloat key[4];
         for (int v = 0; v < count; v++) key[v] = load_element(keys[v], (int64_t)i * span->size, kind);
         for (int r = 0; r < num_rows; r++)
             for (int v = 0; v < count; v++) sums[r][v] = fma_(key[v], spread(rows[r].query[i]), sums[r][v]);
-        look_ahead(ahead);
+        if (i % 4 == 0) look_ahead(ahead);
     }
     for (int r = 0; r < num_rows; r++)
         for (int v = 0; v < count; v++) store(scores[r] + (vector + v) * LANES, sums[r][v] * spread(scale));
@@ -134,6 +134,7 @@ INLINE void add_vectors(const Span *span, Ahead *ahead, int dim, int element, co
     for (int block = low / span->size; block * span->size < high; block++) {
         const int base = block * span->size, first = block * span->vectors * LANES;
         const int end = high - base < span->size ? high - base : span->size;
+#pragma GCC unroll 4
         for (int j = low > base ? low - base : 0; j < end; j++) {
             vfloat value[4];
             for (int v = 0; v < count; v++)
@@ -141,7 +142,7 @@ INLINE void add_vectors(const Span *span, Ahead *ahead, int dim, int element, co
             for (int r = 0; r < num_rows; r++)
                 for (int v = 0; v < count; v++)
                     sums[r][v] = fma_(value[v], spread(weights[r][first + j]), sums[r][v]);
-            look_ahead(ahead);
+            if (j % 4 == 0) look_ahead(ahead);
         }
     }
     for (int r = 0; r < num_rows; r++)
