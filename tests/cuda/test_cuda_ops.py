@@ -278,7 +278,7 @@ def test_blocks(model: Path) -> None:
             ops.fill_blocks(cache, [block], block + 0.5)
         ops.copy_blocks(cache, [(1, 20), (2, 21)])
         out = ops.blocks_to_host(cache, host, [(20, 3), (21, 4), (5, 0)])
-        assert not out.done()
+        assert not (gpu.deferred and out.done())
         ops.fill_blocks(cache, [30, 31, 32], 7)
         back = ops.blocks_from_host(host, cache, [(3, 30), (4, 31), (0, 32)])
         ops.copy_blocks(cache, [(30, 40), (32, 41)])

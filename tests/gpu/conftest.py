@@ -16,31 +16,34 @@ def no_gpu() -> None:
     """Elsewhere this hides the GPU."""
 
 
-@pytest.fixture(scope="session", autouse=True)
-def gpu() -> None:
-    """Skips every test here where there is no GPU to run it on."""
-    try:
-        check_cuda()
-    except DeviceError as error:
-        pytest.skip(str(error))
-
-
 class RealGpu:
-    """What the tests of the emulated GPU ask of theirs."""
+    """What tests ask of an emulated one."""
+
+    deferred = False
+    """Nobody knows when it does what it was asked for."""
 
     def is_pinned(self, address: int) -> bool:
         """CUDA would have refused to allocate it otherwise."""
         return True
 
 
-@pytest.fixture
-def real_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets what is tested on an emulated GPU in tests/cuda be tested on the real one."""
+@pytest.fixture(scope="session", autouse=True)
+def gpu() -> RealGpu:
+    """Skips every test here where there is no GPU to run it on."""
+    try:
+        check_cuda()
+    except DeviceError as error:
+        pytest.skip(str(error))
+    return RealGpu()
+
+
+@pytest.fixture(autouse=True)
+def instead_of_the_emulated_gpu(gpu: RealGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that are defined in tests/cuda."""
 
     @contextmanager
     def real(_: object) -> Iterator[RealGpu]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuda_kernels, "KV_SPLIT", imaginary.KV_SPLIT)
-            yield RealGpu()
+        yield gpu
 
     monkeypatch.setattr(test_cuda_ops, "imaginary_gpu", real)
+    monkeypatch.setattr(cuda_kernels, "KV_SPLIT", imaginary.KV_SPLIT)

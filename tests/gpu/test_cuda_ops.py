@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.cuda.test_cuda_ops import (  # noqa: F401 (collected here)
     model,
     model_with_norms,
@@ -15,5 +13,3 @@ from tests.cuda.test_cuda_ops import (  # noqa: F401 (collected here)
     test_steps_that_nobody_waits_for_do_not_overwrite_each_other,
     test_weights_in_every_encoding,
 )
-
-pytestmark = pytest.mark.usefixtures("real_gpu")
