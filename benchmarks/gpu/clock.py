@@ -57,11 +57,11 @@ class Clock:
 
 
 def buffers_beyond_cache(num_bytes: int) -> int:
-    """How many buffers of that size are more than the card's cache holds, several times over; 32 at most."""
+    """How many buffers of that size are more than the card's cache holds, several times over; 512 at most."""
     import cupy
 
     cache: int = cupy.cuda.Device().attributes["L2CacheSize"]
-    return max(1, min(32, -(-4 * cache // num_bytes)))
+    return max(1, min(512, -(-4 * cache // num_bytes)))
 
 
 def copy_bandwidth(effort: Effort, num_bytes: int) -> float:
