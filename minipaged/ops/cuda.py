@@ -48,8 +48,9 @@ if TYPE_CHECKING:
     import cupy
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-STAGING_BYTES = 8 << 20
-STAGING_BUFFERS = 3
+STAGING_BYTES = 4 << 20
+STAGING_BUFFERS = 8
+"""So that what a step uploads beside its description does not wait for its kernels."""
 UPLOAD_BYTES = 4 << 20
 """For what `upload` returns: settings and penalties of the sequences that run. More comes from CuPy's pool."""
 MOST_PARTIALS = 1024
@@ -136,7 +137,7 @@ class CudaOps:
         logits: Callable[[Batch[cupy.ndarray], cupy.ndarray], cupy.ndarray],
     ) -> None:
         """The forward passes of a step with the most tokens and of a decode with the most sequences are tried out."""
-        self._steps = StepBuffer(self._memory, self._kernels, self._staging, limits, shape.block_size)
+        self._steps = StepBuffer(self._memory, self._kernels, self._stream, limits, shape.block_size)
         self._most_splits = -(-limits.max_model_len // self._kernels.kv_split)
         cache = self._memory.array(NO_MEMORY, (1, *_block_shape(shape)), self._dtype, None)
 

@@ -20,6 +20,9 @@ ALIGNMENT = 16
 MOST_CHANGES = 2**14
 """Entries of block tables that travel with a step; more go ahead of it, in several copies."""
 
+STEPS_UNDER_WAY = 4
+"""Whose descriptions may wait to be copied, before the host waits too."""
+
 FIELDS: tuple[tuple[str, DTypeLike], ...] = (
     ("slots", np.int64),
     ("token_ids", np.int32),
@@ -64,20 +67,24 @@ class StepBuffer:
     """
 
     def __init__(
-        self, memory: CudaMemory, kernels: CudaKernels, staging: Staging, limits: StepLimits, block_size: int
+        self,
+        memory: CudaMemory,
+        kernels: CudaKernels,
+        stream: cupy.cuda.Stream,
+        limits: StepLimits,
+        block_size: int,
     ) -> None:
         self._memory = memory
         self._kernels = kernels
-        self._staging = staging
         self._block_size = block_size
         self.limits = limits
         self._width = -(-limits.max_model_len // block_size)
         largest = (limits.max_tokens, limits.max_sequences, limits.max_sequences)
         num_bytes = _layout(largest, MOST_CHANGES).num_bytes
-        assert num_bytes <= staging.num_bytes, f"{num_bytes} bytes of a step do not fit {staging.num_bytes}"
+        self._staging = Staging(memory, stream, num_bytes=num_bytes, num_buffers=STEPS_UNDER_WAY)
         self._buffer = memory.allocate((num_bytes,), np.uint8, "the description of a step")
         self._tables = memory.allocate((limits.max_sequences + 1, self._width), np.int32, "block tables")
-        staging.send_array(self._tables.data.ptr, np.full(self._tables.shape, -1, np.int32))
+        self._staging.send_array(self._tables.data.ptr, np.full(self._tables.shape, -1, np.int32))
         self._scratch_block = 0
         self._decodes: dict[tuple[int, int], tuple[Batch[cupy.ndarray], Batch[cupy.ndarray]]] = {}
 
