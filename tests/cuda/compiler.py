@@ -43,14 +43,12 @@ class CompilationError(Exception):
 
 def compile_source(source: str, name: str, options: Sequence[str], *, checked: bool) -> Path:
     """The shared library of a CUDA source, called `name` in messages. `options` are -D and -I."""
-    flags = (*COMMON, *(CHECKED if checked else FAST), *options)
-    digest = hashlib.sha256()
-    for part in (_fingerprint(), name, source, *flags):
-        digest.update(part.encode() + b"\0")
-    library = cache() / f"{Path(name).stem}-{digest.hexdigest()[:24]}.so"
+    flags = (*COMMON, *(CHECKED if checked else FAST))
+    library = cache() / f"{Path(name).stem}-{_digest(name, source, *flags, *options)}.so"
     if not library.exists():
+        precompiled = _precompiled(flags)
         with tempfile.TemporaryDirectory(dir=cache()) as folder:
-            _build(source, name, flags, library, Path(folder))
+            _build(source, name, [*flags, *options, f"-I{precompiled}"], library, Path(folder))
     return library
 
 
@@ -66,7 +64,7 @@ def _build(source: str, name: str, flags: Sequence[str], library: Path, folder: 
     main = folder / name
     main.write_text(source, encoding="utf-8")
     flags = [*flags, f"-ffile-prefix-map={folder}/="]
-    language = ["-include", str(EMULATOR / "language.h")]
+    language = ["-fpch-preprocess", "-include", "language.h"]
     text = _run(["g++", "-E", *flags, *_includes(), *language, "-x", "c++", str(main)], name)
     kernels = [match["name"] for match in KERNEL.finditer(text)]
     if not kernels:
@@ -107,11 +105,25 @@ def _static_shared(match: re.Match[str]) -> str:
     )
 
 
+def _precompiled(flags: Sequence[str]) -> Path:
+    """A folder with language.h as g++ reads it fastest: it and NVIDIA's headers take longer than most kernels."""
+    folder = cache() / f"language-{_digest(*flags)}"
+    header = folder / "language.h.gch"
+    if not header.exists():
+        with tempfile.TemporaryDirectory(dir=cache()) as temporary:
+            output = Path(temporary) / header.name
+            language = ["-w", "-x", "c++-header", str(EMULATOR / "language.h")]
+            _run(["g++", *flags, *_includes(), *language, "-o", str(output)], "language.h")
+            folder.mkdir(exist_ok=True)
+            output.replace(header)
+    return folder
+
+
 def _emulator_objects() -> list[Path]:
     """The emulator's own code, compiled once and linked into every library."""
     objects = []
     for source in sorted(EMULATOR.glob("*.cpp")):
-        compiled = cache() / f"{source.stem}-{_fingerprint()[:24]}.o"
+        compiled = cache() / f"{source.stem}-{_digest()}.o"
         if not compiled.exists():
             with tempfile.TemporaryDirectory(dir=cache()) as folder:
                 output = Path(folder) / "emulator.o"
@@ -119,6 +131,14 @@ def _emulator_objects() -> list[Path]:
                 output.replace(compiled)
         objects.append(compiled)
     return objects
+
+
+def _digest(*parts: str) -> str:
+    """Names these parts and what goes into every library."""
+    digest = hashlib.sha256()
+    for part in (_fingerprint(), *parts):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:24]
 
 
 @functools.cache

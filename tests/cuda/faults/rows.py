@@ -221,4 +221,16 @@ FAULTS = (
         "threadIdx.x",
         "race in argument 0",
     ),
+    Fault("rope_and_cache", "values rotated", "is_value ? y : y * cosines", "y * cosines", WRONG_NUMBERS),
+    Fault("rope_and_cache", "values rotated too", "is_value ? x : x * cosines", "x * cosines", WRONG_NUMBERS),
+    Fault("take", "no guard on reads", "if (first + i * 256 < words) held[i]", "held[i]", "past the end of argument 0"),
+    Fault("take", "no guard on writes", "if (first + i * 256 < words) target", "target", "argument 2"),
+    Fault("take", "row of the place", "indices[blockIdx.x]", "blockIdx.x", WRONG_NUMBERS),
+    Fault("take", "every block of threads at the beginning", "blockIdx.y * 1024 + ", "", "race in argument 2"),
+    Fault("update_tables", "no guard", "if (entry < num_entries) ", "", "past the end of argument"),
+    Fault("update_tables", "last entry left out", "entry < num_entries", "entry + 1 < num_entries", WRONG_NUMBERS),
+    Fault(
+        "update_tables", "place of the next entry", "places[entry]", "places[entry + 1]", "past the end of argument 1"
+    ),
+    Fault("update_tables", "every block the same entries", "blockIdx.x * 256 + ", "", "race in argument 0"),
 )

@@ -81,7 +81,7 @@ def run_rope_and_cache(module: ModuleApart, execution: Execution) -> None:
     """Two tokens, three query heads, two KV heads, the second of two layers: the last block has an idle warp."""
     generator = RNG(0)
     qkv = generator.standard_normal((2, 7, 80)).astype(np.float16)
-    qkv[0, 6, 45] = np.inf  # in a value, where it must stay alone
+    qkv[0, 5, 3] = qkv[0, 6, 45] = np.inf  # in values, where they must stay alone
     angles = generator.uniform(-3, 3, (9, 40))
     rope = np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
     positions, slots = np.array([8, 2], np.int32), np.array([7, 2])
@@ -121,6 +121,24 @@ def run_fill_blocks(module: ModuleApart, execution: Execution) -> None:
     module.kernels["fill_blocks"]((2, 2), (256,), arguments, execution=execution)
     np.testing.assert_array_equal(cache[[0, 2]], 0)
     np.testing.assert_array_equal(cache[[1, 3]], np.float16(0.1))
+
+
+def run_take(module: ModuleApart, execution: Execution) -> None:
+    """Rows of a little more than what one block of threads copies."""
+    x: Array = RNG(0).integers(0, 99, (5, 1100), dtype=np.int32)
+    indices, out = np.array([4, 0, 4], np.int32), np.zeros((3, 1100), np.int32)
+    module.kernels["take"]((3, 2), (256,), (x, indices, out, np.int32(1100)), execution=execution)
+    np.testing.assert_array_equal(out, x[indices])
+
+
+def run_update_tables(module: ModuleApart, execution: Execution) -> None:
+    """One entry more than a block has threads."""
+    tables = np.full((3, 200), -1, np.int32)
+    places, blocks = RNG(0).permutation(600)[:257], np.arange(257, dtype=np.int32)
+    module.kernels["update_tables"]((2,), (256,), (tables, places, blocks, np.int32(257)), execution=execution)
+    expected = np.full(600, -1)
+    expected[places] = blocks
+    np.testing.assert_array_equal(tables.ravel(), expected)
 
 
 def run_linear(module: ModuleApart, execution: Execution) -> None:
@@ -260,6 +278,8 @@ RUNS = {
     "rope_and_cache": Run(run_rope_and_cache, "rope_and_cache", ("rope_and_cache",)),
     "copy_blocks": Run(run_copy_blocks, "copy_blocks", ("copy_blocks",)),
     "fill_blocks": Run(run_fill_blocks, "fill_blocks", ("fill_blocks",)),
+    "take": Run(run_take, "take", ("take",)),
+    "update_tables": Run(run_update_tables, "update_tables", ("update_tables",)),
     "linear": Run(run_linear, "linear", ("linear_few",)),
     "gated_linear": Run(run_gated_linear, "linear", ("linear_few_gated",)),
     "attention": Run(run_attention, "attention", ("attention_decode", "attention", "attention_combine")),
