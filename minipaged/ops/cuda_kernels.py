@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minipaged.ops.cuda_errors import device_error, error_classes
+from minipaged.ops.cuda_errors import cuda_errors, device_error, error_classes
 from minipaged.ops.cuda_modules import CudaModules, Source
 
 if TYPE_CHECKING:
@@ -112,10 +112,11 @@ class CudaKernels:
             Source("copy_blocks"): ["copy_blocks"],
             Source("update_tables"): ["update_tables"],
         }
-        for module, names in zip(modules.load(list(kernels)), kernels.values(), strict=True):
-            self._functions |= {name: module.get_function(name) for name in names}
-        for tile in (*LINEAR, *LOGITS, *GATED, self.attention_decode, self.attention_any):
-            self._functions[tile.kernel].max_dynamic_shared_size_bytes = tile.shared_bytes
+        with cuda_errors("load its kernels"):
+            for module, names in zip(modules.load(list(kernels)), kernels.values(), strict=True):
+                self._functions |= {name: module.get_function(name) for name in names}
+            for tile in (*LINEAR, *LOGITS, *GATED, self.attention_decode, self.attention_any):
+                self._functions[tile.kernel].max_dynamic_shared_size_bytes = tile.shared_bytes
 
     def launch(
         self,

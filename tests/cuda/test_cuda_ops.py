@@ -81,10 +81,8 @@ def model_with_norms(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def machine(
-    model: Path, *, element: Dtype = "float16", graphs: bool = True, deferred: bool = True
-) -> Iterator[tuple[Machine, Gpu]]:
-    with imaginary_gpu(Gpu(memory_bytes=48 << 20, deferred=deferred)) as gpu:
+def machine(model: Path, *, element: Dtype = "float16", graphs: bool = True) -> Iterator[tuple[Machine, Gpu]]:
+    with imaginary_gpu(Gpu(memory_bytes=48 << 20)) as gpu:
         made = Machine(model, element=element, graphs=graphs, num_blocks=NUM_BLOCKS)
         yield made, gpu
         made.ops.close()
@@ -348,6 +346,15 @@ def test_weights_have_the_type_of_the_checkpoint(stored: str, element: str) -> N
         ops = CudaOps()
         ops.prepare(DIMENSIONS, replace(TYPES, stored=stored), no_progress)
         assert ops.kv_dtype == element
+        ops.close()
+
+
+@pytest.mark.parametrize("head_dim", cuda_ops.HEAD_DIMS)
+@pytest.mark.parametrize("capability", ["80", "86", "90", "120"])
+def test_every_architecture_has_the_shared_memory_that_the_kernels_take(capability: str, head_dim: int) -> None:
+    with imaginary_gpu(Gpu(compute_capability=capability)):
+        ops = CudaOps()
+        ops.prepare(replace(DIMENSIONS, head_dim=head_dim), TYPES, no_progress)
         ops.close()
 
 
