@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -78,6 +81,8 @@ def load_onto(
     with source.checkpoint:
         tokenizer = _load_tokenizer(source)
         chat_template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
+        source = replace(source, gguf_metadata=None)  # lists of all tokens and merges
+        _return_freed_memory()
         _prepare(ops, source, config, progress)
         capacity, runner = _make_runner(source, config, ops, progress)
         return LoadedModel(
@@ -103,6 +108,13 @@ def _prepare(ops: Ops[Array, Weight], source: ModelSource, config: EngineConfig,
     )
     stored = "" if embedding is None else embedding.encoding  # that it is missing is said when weights are loaded
     ops.prepare(dimensions, ElementTypes(weights=config.dtype, cache=config.kv_dtype, stored=stored), progress)
+
+
+def _return_freed_memory() -> None:
+    """Building a tokenizer leaves megabytes that glibc would keep, and a small container would count."""
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _load_tokenizer(source: ModelSource) -> Tokenizer:
