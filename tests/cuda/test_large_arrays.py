@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from minipaged.ops.cuda_kernels import LINEAR, Tile
 from minipaged.ops.reference import ReferenceOps
 from tests.cuda.emulated import Execution, Kernel, load
 from tests.cuda.kernels import Kernels
@@ -63,18 +64,16 @@ def test_copy_blocks_and_fill_blocks() -> None:
     np.testing.assert_array_equal(cache[-3], 0)
 
 
-def linear(
-    name: str, x: NDArray[np.float16], weight: NDArray[np.float16], rows: int, columns: int, shared: int
-) -> None:
-    """The last tile of x @ weight.T, [rows, columns], by a kernel; compared with NumPy's."""
+def multiply_last(tile: Tile, x: NDArray[np.float16], weight: NDArray[np.float16]) -> None:
+    """The last tile of x @ weight.T by a kernel; compared with NumPy's."""
     out = np.zeros((len(x), len(weight)), np.float16)
-    tiles = -(-len(x) // rows) * -(-len(weight) // columns)
-    function = kernel("linear", name)
-    function.max_dynamic_shared_size_bytes = shared
+    tiles = -(-len(x) // tile.rows) * -(-len(weight) // tile.columns)
+    function = kernel("linear", tile.kernel)
+    function.max_dynamic_shared_size_bytes = tile.shared_bytes
     sizes = [np.int32(size) for size in (len(x), len(weight), x.shape[1])]
-    function((tiles,), (128,), (x, weight, None, out, *sizes), shared, execution=LAST)
-    last_rows, last_columns = x[-rows:].astype(np.float32), weight[-columns:].astype(np.float32)
-    np.testing.assert_array_equal(out[-rows:, -columns:], (last_rows @ last_columns.T).astype(np.float16))
+    function((tiles,), (128,), (x, weight, None, out, *sizes), tile.shared_bytes, execution=LAST)
+    rows, columns = x[-tile.rows :].astype(np.float32), weight[-tile.columns :].astype(np.float32)
+    np.testing.assert_array_equal(out[-tile.rows :, -tile.columns :], (rows @ columns.T).astype(np.float16))
 
 
 def test_linear_of_many_rows() -> None:
@@ -82,14 +81,14 @@ def test_linear_of_many_rows() -> None:
     generator = np.random.default_rng(0)
     x[-128:] = generator.integers(-2, 3, (128, SIZE))
     weight[-128:] = generator.integers(-2, 3, (128, SIZE))
-    linear("linear_few", x, weight, 16, 32, 73728)
+    multiply_last(LINEAR[0], x, weight)
 
 
 def test_linear_of_many_columns() -> None:
     x, weight = np.ones((3, SIZE), np.float16), np.zeros((NUM_ROWS, SIZE), np.float16)
     weight[-128:] = np.random.default_rng(0).integers(-2, 3, (128, SIZE))
-    for name, rows, columns, shared in (("few", 16, 32, 73728), ("some", 64, 32, 73728), ("many", 128, 128, 98304)):
-        linear(f"linear_{name}", x, weight, rows, columns, shared)
+    for tile in LINEAR:
+        multiply_last(tile, x, weight)
 
 
 def test_sampling() -> None:

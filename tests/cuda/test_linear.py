@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from minipaged.ops.cuda_kernels import GATED, LINEAR, LOGITS
 from minipaged.ops.reference import ReferenceOps
 from tests.cuda.emulated import Execution, Order, load
 from tests.cuda.toolchain import CUDA
@@ -21,31 +22,7 @@ Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Tile:
-    """What a kernel's block computes and needs."""
-
-    rows: int
-    columns: int
-    depth: int
-    stages: int
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * (self.rows + self.columns) * self.depth * 2
-
-
-TILES = {
-    "linear_few": Tile(16, 32, 128, 6),
-    "linear_few_float32": Tile(16, 64, 128, 4),
-    "linear_few_gated": Tile(16, 64, 128, 4),
-    "linear_some": Tile(64, 32, 64, 6),
-    "linear_some_float32": Tile(64, 128, 64, 4),
-    "linear_some_gated": Tile(64, 128, 64, 4),
-    "linear_many": Tile(128, 128, 64, 3),
-    "linear_many_float32": Tile(128, 128, 64, 3),
-    "linear_many_gated": Tile(128, 128, 64, 3),
-}
+TILES = {tile.kernel: tile for tile in (*LINEAR, *LOGITS, *GATED)}
 ELEMENTS = {"__half": np.dtype(np.float16), "__nv_bfloat16": np.dtype(ml_dtypes.bfloat16)}
 STEPS = {"__half": 2.0**-11, "__nv_bfloat16": 2.0**-8, "float32": 2.0**-24}
 """Largest relative error of rounding to the type."""
