@@ -97,6 +97,7 @@ class Model:
         dtype = ELEMENTS[self.element]
         num_blocks = sum(-(-length // self.block_size) for length in self.lengths) + spare_blocks
         tables = shuffled_tables(generator, self.lengths, self.block_size, num_blocks=num_blocks)
+        tables[tables == tables[tables < num_blocks].max()] = num_blocks - 1  # always the last block of the pool
         shape = (num_blocks, NUM_LAYERS, 2, self.num_kv_heads, self.block_size, self.head_dim)
         cache = np.zeros(shape, dtype)  # pages that are never touched take no memory
         cache[tables[tables < num_blocks]] = np.nan
