@@ -425,7 +425,7 @@ def _check(dimensions: Dimensions, element: str, cache_type: str) -> None:
     for name in ("hidden_size", "intermediate_size"):
         size: int = getattr(dimensions, name)
         if size % 8:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f'The model\'s {name} is {size}; the CUDA kernels take multiples of 8. device="cpu" works.'
             )
 

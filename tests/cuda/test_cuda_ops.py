@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from minipaged.config import Dtype
-from minipaged.errors import ConfigError, DeviceError, ModelLoadError
+from minipaged.errors import ConfigError, DeviceError, ModelLoadError, UnsupportedModelError
 from minipaged.ops import cuda as cuda_ops
 from minipaged.ops import cuda_batch, reference_sampling
 from minipaged.ops.base import Batch, Dimensions, ElementTypes, HostArray
@@ -318,20 +318,35 @@ TYPES = ElementTypes(weights="auto", cache="auto", stored="F16")
 
 
 @pytest.mark.parametrize(
-    ("dimensions", "types", "message"),
+    ("dimensions", "message"),
     [
-        (replace(DIMENSIONS, head_dim=48), TYPES, r"head_dim is 48; the CUDA kernels take 64, 80, 96, 128, 256"),
-        (replace(DIMENSIONS, hidden_size=60), TYPES, r"hidden_size is 60; .* multiples of 8\. device=\"cpu\" works"),
-        (replace(DIMENSIONS, intermediate_size=97), TYPES, r"intermediate_size is 97"),
-        (DIMENSIONS, replace(TYPES, cache="float32"), r"kv_dtype is 'float32'.* 'float16'; give kv_dtype=\"auto\""),
-        (DIMENSIONS, replace(TYPES, cache="float16", stored="BF16"), r"kv_dtype is 'float16'.* 'bfloat16'"),
+        (replace(DIMENSIONS, head_dim=48), r"head_dim is 48; the CUDA kernels take 64, 80, 96, 128, 256"),
+        (replace(DIMENSIONS, hidden_size=60), r"hidden_size is 60; .* multiples of 8\. device=\"cpu\" works"),
+        (replace(DIMENSIONS, intermediate_size=97), r"intermediate_size is 97"),
     ],
 )
-def test_what_the_kernels_cannot_compute_is_refused(dimensions: Dimensions, types: ElementTypes, message: str) -> None:
+def test_a_model_that_the_kernels_cannot_compute_is_refused(dimensions: Dimensions, message: str) -> None:
     with imaginary_gpu(Gpu()):
         ops = CudaOps()
-        with pytest.raises(ConfigError, match=message):
-            ops.prepare(dimensions, types, no_progress)
+        with pytest.raises(UnsupportedModelError, match=message):
+            ops.prepare(dimensions, TYPES, no_progress)
+        ops.close()
+
+
+@pytest.mark.parametrize(
+    ("types", "message"),
+    [
+        (replace(TYPES, cache="float32"), r"kv_dtype is 'float32'.* 'float16'; give kv_dtype=\"auto\""),
+        (replace(TYPES, cache="float16", stored="BF16"), r"kv_dtype is 'float16'.* 'bfloat16'"),
+    ],
+)
+def test_settings_that_the_kernels_cannot_compute_are_refused(types: ElementTypes, message: str) -> None:
+    """Not as a model: "auto" must not take the CPU because of them."""
+    with imaginary_gpu(Gpu()):
+        ops = CudaOps()
+        with pytest.raises(ConfigError, match=message) as caught:
+            ops.prepare(DIMENSIONS, types, no_progress)
+        assert not isinstance(caught.value, UnsupportedModelError)
         ops.close()
 
 
