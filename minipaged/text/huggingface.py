@@ -41,7 +41,9 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         )
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises plain Exception for whatever is wrong with the file
+    except BaseException as error:  # the package raises plain Exception for what is wrong with the file, or panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ModelLoadError(f"{path} is no tokenizer.json: {error}. Download the file again.") from error
 
 

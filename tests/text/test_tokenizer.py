@@ -138,6 +138,16 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str | bytes
         Tokenizer.from_file(path)
 
 
+def test_a_file_that_makes_the_tokenizers_package_panic_is_named(tmp_path: Path) -> None:
+    """Its panics are no Exception."""
+    path = write_folder(tmp_path)
+    settings = json.loads(path.read_text())
+    settings["model"]["continuing_subword_prefix"] = "longer than any token"
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json is no tokenizer\.json: .*Download"):
+        Tokenizer.from_file(path)
+
+
 @pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.Sequence([decoders.Fuse()])])
 def test_an_unknown_decoder_is_refused(tmp_path: Path, decoder: decoders.Decoder | None) -> None:
     path = write_folder(tmp_path)
