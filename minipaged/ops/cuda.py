@@ -92,7 +92,8 @@ class CudaOps:
         self.kv_dtype = self._element = element
         self._dtype = np.dtype(DEVICE_TYPES[element])
         self._dimensions = dimensions
-        architecture = int(self._cupy.cuda.Device().compute_capability)
+        device = self._cupy.cuda.Device()
+        architecture, self._multiprocessors = int(device.compute_capability), device.attributes["MultiProcessorCount"]
         modules = CudaModules(architecture, progress)
         self._kernels = CudaKernels(modules, self._stream, element=element, head_dim=dimensions.head_dim)
         self._sampler = Sampler(self._memory, self._kernels, self._stream)
@@ -254,30 +255,31 @@ class CudaOps:
     def linear(self, x: cupy.ndarray, weight: cupy.ndarray, bias: cupy.ndarray | None) -> cupy.ndarray:
         """Rounded to the element type."""
         out = self._take((len(x), len(weight)), self._dtype)
-        self._multiply(tile_for(len(x), LINEAR), x, weight, bias, out)
+        self._multiply(LINEAR, x, weight, bias, out)
         return out
 
     def logits(self, x: cupy.ndarray, head: cupy.ndarray) -> cupy.ndarray:
         """Not rounded."""
         out = self._take((len(x), len(head)), np.float32)
-        self._multiply(tile_for(len(x), LOGITS), x, head, None, out)
+        self._multiply(LOGITS, x, head, None, out)
         return out
 
     def gated_linear(self, x: cupy.ndarray, gate_up: cupy.ndarray, bias: cupy.ndarray | None) -> cupy.ndarray:
         """Both products in one kernel, which multiplies them before they are rounded."""
         out = self._take((len(x), len(gate_up) // 2), self._dtype)
-        self._multiply(tile_for(len(x), GATED), x, gate_up, bias, out)
+        self._multiply(GATED, x, gate_up, bias, out)
         return out
 
     def _multiply(
         self,
-        tile: Tile,
+        tiles: tuple[Tile, Tile, Tile],
         x: cupy.ndarray,
         weight: cupy.ndarray,
         bias: cupy.ndarray | None,
         out: cupy.ndarray,
     ) -> None:
         num_columns, depth = weight.shape
+        tile = tile_for(len(x), num_columns, tiles, self._multiprocessors)
         blocks = -(-len(x) // tile.rows) * -(-num_columns // tile.columns)
         arguments = (x, weight, bias, out, np.int32(len(x)), np.int32(num_columns), np.int32(depth))
         self._kernels.launch(tile.kernel, (blocks,), 128, arguments, tile.shared_bytes)

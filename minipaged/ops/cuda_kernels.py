@@ -55,10 +55,13 @@ LINEAR, LOGITS, GATED = _tiles("", *NARROW), _tiles("_float32", *WIDE), _tiles("
 """Kernels of one result, for few, some and many rows; which of them computes it does not change a bit."""
 
 
-def tile_for(num_rows: int, tiles: tuple[Tile, Tile, Tile]) -> Tile:
-    """The quickest for so many rows."""
+def tile_for(num_rows: int, num_columns: int, tiles: tuple[Tile, Tile, Tile], multiprocessors: int) -> Tile:
+    """The quickest for a product of this size: the largest whose blocks give every multiprocessor work."""
     few, some, many = tiles
-    return few if num_rows <= few.rows else some if num_rows <= 4 * some.rows else many
+    if num_rows <= few.rows:
+        return few
+    blocks = -(-num_rows // many.rows) * -(-num_columns // many.columns)
+    return some if num_rows <= some.rows or blocks < multiprocessors else many
 
 
 @dataclass(frozen=True, slots=True)
