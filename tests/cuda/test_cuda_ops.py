@@ -28,7 +28,7 @@ from minipaged.progress import no_progress
 from tests.batches import NOWHERE, TokenSpan, make_batch
 from tests.cuda.fake_cupy import Function, Graph, Stream
 from tests.cuda.fake_gpu import CudaError, Gpu
-from tests.cuda.imaginary import Machine, imaginary_gpu
+from tests.cuda.imaginary import KV_SPLIT, Machine, imaginary_gpu
 from tests.cuda.test_sampling import assert_equal, random_adjustments, random_batch, random_logits
 from tests.ops.encoded import float_tensor, random_tensor
 from tests.tiny import write_tiny_model
@@ -81,21 +81,25 @@ def model_with_norms(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def machine(model: Path, *, element: Dtype = "float16", graphs: bool = True) -> Iterator[tuple[Machine, Gpu]]:
+def machine(
+    model: Path, *, element: Dtype = "float16", graphs: bool = True, max_model_len: int = MAX_MODEL_LEN
+) -> Iterator[tuple[Machine, Gpu]]:
     with imaginary_gpu(Gpu(memory_bytes=48 << 20)) as gpu:
-        made = Machine(model, element=element, graphs=graphs, num_blocks=NUM_BLOCKS)
+        made = Machine(model, element=element, graphs=graphs, max_model_len=max_model_len, num_blocks=NUM_BLOCKS)
         yield made, gpu
         made.ops.close()
         made.ops.close()
         del made
 
 
-def run(made: Machine, spans: list[TokenSpan]) -> tuple[cupy.ndarray, NDArray[np.float32]]:
+def run(
+    made: Machine, spans: list[TokenSpan], tables: NDArray[np.int32] = TABLES
+) -> tuple[cupy.ndarray, NDArray[np.float32]]:
     """Logits of the last tokens of the spans, by replay and by the reference."""
     ends = list(itertools.accumulate(len(span.token_ids) for span in spans))
     sampled = [end - 1 for end in ends]
-    result = made.ops.replay(made.logits, make_batch(made.ops, spans, TABLES, BLOCK_SIZE, sampled))
-    return result, made.reference_logits(make_batch(made.reference, spans, TABLES, BLOCK_SIZE, sampled))
+    result = made.ops.replay(made.logits, make_batch(made.ops, spans, tables, BLOCK_SIZE, sampled))
+    return result, made.reference_logits(make_batch(made.reference, spans, tables, BLOCK_SIZE, sampled))
 
 
 def assert_same_cache(made: Machine) -> None:
@@ -174,6 +178,19 @@ def test_a_decode_is_captured_the_second_time_and_fills_up_with_tokens_that_touc
             np.testing.assert_allclose(made.ops.download(result), expected, rtol=0, atol=TOLERANCES["float16"])
         assert launched == [1, 2, 4]
         assert_same_cache(made)
+
+
+def test_a_graph_has_no_more_splits_than_the_longest_sequence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of them, which is no power of two, and one launch of attention takes no more."""
+    monkeypatch.setattr(cuda_ops, "MOST_PARTIALS", 1)
+    length = 3 * KV_SPLIT
+    tables = TABLES[:, : length // BLOCK_SIZE]
+    token_ids = np.random.default_rng(0).integers(0, 301, length).tolist()
+    starts = [0, 60, 120, *range(180, 183)]
+    with machine(model, max_model_len=length) as (made, _):
+        for start, end in itertools.pairwise(starts):
+            result, expected = run(made, [TokenSpan(0, start, token_ids[start:end])], tables)
+            np.testing.assert_allclose(made.ops.download(result), expected, rtol=0, atol=TOLERANCES["float16"])
 
 
 def test_a_graph_keeps_its_own_place_when_others_run_between(model: Path) -> None:
