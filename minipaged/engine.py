@@ -264,18 +264,13 @@ class Engine:
         return self._model.tokenizer
 
     @property
-    def has_chat_template(self) -> bool:
-        """Whether `chat` can be used."""
-        return bool(self.tokenizer.chat_templates)
-
-    @property
     def model_config(self) -> ModelConfig:
         """The shape of the model."""
         return self._model.model_config
 
     @property
     def device(self) -> str:
-        """What the engine runs on: "cpu", or "reference"."""
+        """What the engine runs on: "cuda", "cpu" or "reference"."""
         return self._model.device
 
     @property
