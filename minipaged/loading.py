@@ -97,17 +97,20 @@ def load_onto(
 
 
 def _prepare(ops: Ops[Array, Weight], source: ModelSource, config: EngineConfig, progress: Progress) -> None:
-    model, embedding = source.config, source.checkpoint.tensors.get("model.embed_tokens.weight")
-    dimensions = Dimensions(
+    embedding = source.checkpoint.tensors.get("model.embed_tokens.weight")
+    stored = "" if embedding is None else embedding.encoding  # that it is missing is said when weights are loaded
+    types = ElementTypes(weights=config.dtype, cache=config.kv_dtype, stored=stored)
+    ops.prepare(dimensions_of(source.config, config.block_size), types, progress)
+
+
+def dimensions_of(model: ModelConfig, block_size: int) -> Dimensions:
+    """What `Ops.prepare` is told of a model."""
+    return Dimensions(
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
-        num_query_heads=model.num_query_heads,
-        num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        block_size=config.block_size,
+        block_size=block_size,
     )
-    stored = "" if embedding is None else embedding.encoding  # that it is missing is said when weights are loaded
-    ops.prepare(dimensions, ElementTypes(weights=config.dtype, cache=config.kv_dtype, stored=stored), progress)
 
 
 def _return_freed_memory() -> None:

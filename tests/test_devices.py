@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from minipaged import DeviceError, Engine, EngineConfig, SamplingParams
+from minipaged import ConfigError, DeviceError, Engine, EngineConfig, SamplingParams
 from minipaged.devices import with_device
 from minipaged.ops.base import Array, Ops, Weight
 
@@ -71,3 +71,18 @@ def test_too_many_threads_are_a_device_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(_cpu_kernels, "create_team", fail)
     with pytest.raises(DeviceError, match="cannot start 5 threads; give a smaller num_threads"):
         with_device(EngineConfig(device="cpu", num_threads=5), name_of)
+
+
+def test_what_the_cpu_kernels_cannot_compute_is_refused_before_weights_are_read(tiny_model: Path) -> None:
+    seen: list[str] = []
+
+    def note(what: str, done: int, total: int) -> None:
+        seen.append(what)
+
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=r"block_size 128; the CPU kernels take at most 256 and 64\. Give"):
+            async with Engine.load(tiny_model, device="cpu", block_size=128, num_blocks=16, progress=note):
+                pass
+
+    anyio.run(main)
+    assert "Loading weights" not in seen

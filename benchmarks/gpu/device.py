@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minipaged.loading import dimensions_of
 from minipaged.models.config import ModelConfig
 from minipaged.ops import cuda_modules
-from minipaged.ops.base import Dimensions, ElementTypes
+from minipaged.ops.base import ElementTypes
 from minipaged.ops.cuda import CudaOps
 from minipaged.ops.tensor import HostTensor
 from minipaged.progress import no_progress
@@ -83,15 +84,8 @@ def opened(model: ModelConfig) -> Iterator[RandomOps]:
     """Operations in bfloat16, ready for a model's sizes; closed afterwards."""
     ops = RandomOps()
     try:
-        dimensions = Dimensions(
-            hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size,
-            num_query_heads=model.num_query_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            block_size=BLOCK_SIZE,
-        )
-        ops.prepare(dimensions, ElementTypes(weights="bfloat16", cache="auto", stored="BF16"), no_progress)
+        types = ElementTypes(weights="bfloat16", cache="auto", stored="BF16")
+        ops.prepare(dimensions_of(model, BLOCK_SIZE), types, no_progress)
         yield ops
     finally:
         ops.close()

@@ -59,8 +59,6 @@ class Dimensions:
 
     hidden_size: int
     intermediate_size: int
-    num_query_heads: int
-    num_kv_heads: int
     head_dim: int
     block_size: int
 
@@ -189,7 +187,8 @@ class Ops(Protocol[Array, Weight]):
     def prepare(self, dimensions: Dimensions, types: ElementTypes, progress: Progress) -> None:
         """Get ready for a model, and compile what must be compiled for it.
 
-        Raises `ConfigError` for types that this device cannot compute with, `UnsupportedModelError` for sizes.
+        Raises `ConfigError` for types or a block size that this device cannot compute with, and
+        `UnsupportedModelError` for sizes of the model, where another device takes them.
         """
 
     def cache_memory(self, fraction: float) -> int:

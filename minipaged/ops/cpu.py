@@ -19,13 +19,14 @@ from numpy.typing import DTypeLike, NDArray
 
 from minipaged.errors import ConfigError, DeviceError
 from minipaged.ops import _cpu_kernels
-from minipaged.ops.base import Batch, CacheShape, Sampled, SamplingBatch
+from minipaged.ops.base import Batch, CacheShape, Dimensions, ElementTypes, Sampled, SamplingBatch
 from minipaged.ops.cpu_packing import GROUP, Kind, PackedMatrix, pack, pack_gate_up
 from minipaged.ops.cpu_workspace import Span, Workspace, WorkspaceFullError
 from minipaged.ops.host_arrays import Array, HostArrays, float32
 from minipaged.ops.philox import uniforms
 from minipaged.ops.reference_sampling import logprobs
 from minipaged.ops.tensor import HostTensor
+from minipaged.progress import Progress
 
 MAX_HEAD_DIM = 256
 MAX_BLOCK_SIZE = 64
@@ -123,6 +124,15 @@ class CpuOps(HostArrays):
 
     # Loading
 
+    def prepare(self, dimensions: Dimensions, types: ElementTypes, progress: Progress) -> None:
+        """Nothing is compiled for a model. Raises `ConfigError`."""
+        super().prepare(dimensions, types, progress)
+        if dimensions.head_dim > MAX_HEAD_DIM or dimensions.block_size > MAX_BLOCK_SIZE:
+            raise ConfigError(
+                f"head_dim is {dimensions.head_dim} and block_size {dimensions.block_size}; the CPU kernels take at "
+                f'most {MAX_HEAD_DIM} and {MAX_BLOCK_SIZE}. Give a smaller block_size, or device="reference".'
+            )
+
     def load_matrix(self, tensors: Sequence[HostTensor]) -> PackedMatrix:
         """Packed in its own precision."""
         return pack(tensors)
@@ -136,12 +146,7 @@ class CpuOps(HostArrays):
         return np.ascontiguousarray(np.concatenate([cos, sin], axis=1), np.float32)
 
     def allocate_cache(self, shape: CacheShape, dtype: str) -> Array:
-        """As every backend's, with room behind it: the kernels read whole vectors. Raises `ConfigError`."""
-        if shape.head_dim > MAX_HEAD_DIM or shape.block_size > MAX_BLOCK_SIZE:
-            raise ConfigError(
-                f"head_dim is {shape.head_dim} and block_size {shape.block_size}; the CPU kernels take at most "
-                f'{MAX_HEAD_DIM} and {MAX_BLOCK_SIZE}. Give a smaller block_size, or device="reference".'
-            )
+        """As every backend's, with room behind it: the kernels read whole vectors."""
         exact = super().allocate_cache(shape, dtype)
         with_room = np.zeros(exact.size + MAX_BLOCK_SIZE, exact.dtype)
         return with_room[: exact.size].reshape(exact.shape)

@@ -91,7 +91,6 @@ class CudaOps:
         _check(dimensions, element, types.cache)
         self.kv_dtype = self._element = element
         self._dtype = np.dtype(DEVICE_TYPES[element])
-        self._dimensions = dimensions
         device = self._cupy.cuda.Device()
         architecture, self._multiprocessors = int(device.compute_capability), device.attributes["MultiProcessorCount"]
         modules = CudaModules(architecture, progress)

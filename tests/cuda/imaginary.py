@@ -16,14 +16,14 @@ import pytest
 from numpy.typing import NDArray
 
 from minipaged.config import Dtype
-from minipaged.models.config import ModelConfig
+from minipaged.loading import dimensions_of
 from minipaged.models.llama import Llama
 from minipaged.models.rope import rope_tables
 from minipaged.models.source import open_model
 from minipaged.models.weights import load_weights
 from minipaged.ops import cuda as cuda_ops
 from minipaged.ops import cuda_kernels
-from minipaged.ops.base import Batch, CacheShape, Dimensions, ElementTypes, StepLimits
+from minipaged.ops.base import Batch, CacheShape, ElementTypes, StepLimits
 from minipaged.ops.cuda import CudaOps
 from minipaged.ops.host_arrays import Array
 from minipaged.ops.reference import ReferenceOps
@@ -54,18 +54,6 @@ def imaginary_gpu(gpu: Gpu) -> Iterator[Gpu]:
         gc.collect()
         left = (gpu.used_bytes, gpu.cached_bytes, gpu.unpooled_bytes, gpu.pinned)
         assert left == (0, 0, 0, {}), f"left on the GPU, and pinned on the host: {left}"
-
-
-def dimensions_of(config: ModelConfig, block_size: int) -> Dimensions:
-    """As the engine gives them to `prepare`."""
-    return Dimensions(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_query_heads=config.num_query_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
-    )
 
 
 class Machine:

@@ -328,9 +328,7 @@ def test_runs_are_the_same_pairs(pairs: list[tuple[int, int]]) -> None:
 
 # ---- Refusals ----
 
-DIMENSIONS = Dimensions(
-    hidden_size=64, intermediate_size=96, num_query_heads=4, num_kv_heads=2, head_dim=64, block_size=16
-)
+DIMENSIONS = Dimensions(hidden_size=64, intermediate_size=96, head_dim=64, block_size=16)
 TYPES = ElementTypes(weights="auto", cache="auto", stored="F16")
 
 

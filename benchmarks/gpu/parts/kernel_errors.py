@@ -17,11 +17,11 @@ from numpy.typing import DTypeLike, NDArray
 from benchmarks.gpu.device import BLOCK_SIZE
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.sizes import Sizes
+from minipaged.loading import dimensions_of
 from minipaged.models.rope import rope_tables
 from minipaged.ops.base import (
     Batch,
     CacheShape,
-    Dimensions,
     ElementTypes,
     HostArray,
     Penalties,
@@ -81,15 +81,8 @@ class KernelErrors:
         self._tokens = sizes.error_tokens
         self._positions = sizes.error_positions
         self.ops = CudaOps()
-        sizes_of_model = Dimensions(
-            hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size,
-            num_query_heads=model.num_query_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            block_size=BLOCK_SIZE,
-        )
-        self.ops.prepare(sizes_of_model, ElementTypes(element.name, "auto", element.encoding), no_progress)
+        types = ElementTypes(weights=element.name, cache="auto", stored=element.encoding)
+        self.ops.prepare(dimensions_of(model, BLOCK_SIZE), types, no_progress)
         length = self._positions + self._tokens
         blocks = -(-length // BLOCK_SIZE)
         self._shape = CacheShape(2 * blocks, 1, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
