@@ -75,10 +75,9 @@ class CudaNotInstalledError(DeviceError):
 def describe_cuda() -> str:
     """The GPU that "auto" takes, or why it takes none, in one line."""
     try:
-        gpu = check_cuda()
+        return str(check_cuda())
     except DeviceError as error:
         return f"none. {error}"
-    return f"{gpu.name}, {gpu.memory / 2**30:.0f} GiB, compute capability {gpu.architecture / 10:.1f}"
 
 
 def check_cuda() -> Gpu:

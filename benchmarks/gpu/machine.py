@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
 
 from minipaged.errors import DeviceError
 from minipaged.ops.nvidia_driver import find_gpu
@@ -15,7 +16,7 @@ def describe_machine() -> dict[str, str]:
     found = {}
     try:
         gpu = find_gpu()
-        found["card"] = f"{gpu.name}, {gpu.memory / 2**30:.0f} GiB, compute capability {gpu.architecture / 10:.1f}"
+        found["card"] = str(gpu)
         found["CUDA of the driver"] = ".".join(map(str, gpu.cuda))
     except DeviceError as error:
         found["card"] = f"none: {error}"
@@ -30,8 +31,6 @@ def describe_machine() -> dict[str, str]:
 
 def _driver() -> str:
     """Its own version, which only its kernel module and nvidia-smi tell."""
-    import subprocess
-
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         return subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.split("\n")[0]

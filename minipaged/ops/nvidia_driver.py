@@ -30,6 +30,9 @@ class Gpu:
     cuda: tuple[int, int]
     """The newest CUDA that the driver takes code of."""
 
+    def __str__(self) -> str:
+        return f"{self.name}, {self.memory / 2**30:.0f} GiB, compute capability {self.architecture / 10:.1f}"
+
 
 def find_gpu() -> Gpu:
     """Ask the driver. Raises `NoGpuError`, or `DeviceError` if there is a driver that does not work."""
