@@ -22,7 +22,7 @@ from minipaged.ops import _cpu_kernels
 from minipaged.ops.base import Batch, CacheShape, Dimensions, ElementTypes, Sampled, SamplingBatch
 from minipaged.ops.cpu_packing import GROUP, Kind, PackedMatrix, pack, pack_gate_up
 from minipaged.ops.cpu_workspace import Span, Workspace, WorkspaceFullError
-from minipaged.ops.host_arrays import Array, HostArrays, float32
+from minipaged.ops.numpy_ops import Array, NumpyOps, float32
 from minipaged.ops.philox import uniforms
 from minipaged.ops.reference_sampling import logprobs
 from minipaged.ops.tensor import HostTensor
@@ -92,7 +92,7 @@ class _Recorded:
     output: Array
 
 
-class CpuOps(HostArrays):
+class CpuOps(NumpyOps):
     """Implements `Ops[Array, PackedMatrix]`; what its methods compute is described there.
 
     Raises `DeviceError` if the threads cannot be started or the instruction set is not supported.

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minipaged.ops.base import Batch
-from minipaged.ops.host_arrays import Array, HostArrays, float32
+from minipaged.ops.numpy_ops import Array, NumpyOps, float32
 from minipaged.ops.tensor import HostTensor
 
 Matrix = NDArray[np.float32]
@@ -18,7 +18,7 @@ FEW_ROWS = 8
 costs about as much as that, and BLAS rounds it differently with the number of rows."""
 
 
-class ReferenceOps(HostArrays):
+class ReferenceOps(NumpyOps):
     """Implements `Ops[Array, Matrix]`; what its methods compute is described there.
 
     Infinity and NaN take their course through the forward pass without a warning, as on every other device: they stay

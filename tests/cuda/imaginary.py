@@ -25,7 +25,7 @@ from minipaged.ops import cuda as cuda_ops
 from minipaged.ops import cuda_kernels
 from minipaged.ops.base import Batch, CacheShape, ElementTypes, StepLimits
 from minipaged.ops.cuda import CudaOps
-from minipaged.ops.host_arrays import Array
+from minipaged.ops.numpy_ops import Array
 from minipaged.ops.reference import ReferenceOps
 from minipaged.progress import no_progress
 from tests.cuda.fake_cupy import fake_cupy

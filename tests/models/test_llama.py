@@ -16,7 +16,7 @@ from minipaged.models.rope import rope_tables
 from minipaged.models.source import open_model
 from minipaged.models.weights import load_weights
 from minipaged.ops.base import CacheShape
-from minipaged.ops.host_arrays import Array
+from minipaged.ops.numpy_ops import Array
 from minipaged.ops.reference import Matrix, ReferenceOps
 from tests.batches import TokenSpan, make_batch, shuffled_tables
 from tests.golden import tiny_models

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from minipaged.ops.base import CacheShape
 from minipaged.ops.cpu import CpuOps
-from minipaged.ops.host_arrays import Array
+from minipaged.ops.numpy_ops import Array
 from minipaged.ops.reference import ReferenceOps
 from tests.batches import TokenSpan, make_batch, shuffled_tables, slots_of
 

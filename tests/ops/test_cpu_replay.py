@@ -16,7 +16,7 @@ from minipaged.models.weights import load_weights
 from minipaged.ops.base import Batch, CacheShape
 from minipaged.ops.cpu import CpuOps
 from minipaged.ops.cpu_packing import PackedMatrix
-from minipaged.ops.host_arrays import Array
+from minipaged.ops.numpy_ops import Array
 from tests.batches import TokenSpan, make_batch
 from tests.ops.encoded import random_tensor
 from tests.tiny_gguf import write_tiny_gguf

@@ -16,7 +16,7 @@ from minipaged.errors import DeviceError
 from minipaged.ops import _cpu_kernels
 from minipaged.ops.base import Batch
 from minipaged.ops.cpu import COMMAND_DTYPE, CpuOps
-from minipaged.ops.host_arrays import Array
+from minipaged.ops.numpy_ops import Array
 from tests.batches import TokenSpan, make_batch
 from tests.ops.encoded import random_tensor
 

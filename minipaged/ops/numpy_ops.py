@@ -1,4 +1,4 @@
-"""HostArrays: the part of Ops that is the same for all backends whose arrays are NumPy's: memory, blocks, choosing."""
+"""NumpyOps: the part of Ops that is the same for all devices whose arrays are NumPy's: memory, blocks, choosing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FinishedCopy:
         """Return at once."""
 
 
-class HostArrays:
+class NumpyOps:
     """What its methods compute is described in `Ops`."""
 
     # Memory
