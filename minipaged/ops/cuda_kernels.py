@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 KV_SPLIT = 512
 """Positions that one block of a decoding sequence's attention takes. A token's bits depend on it."""
 
+NULL = np.uint64(0)
+"""A pointer to nothing. For None, CuPy before version 14 gives the driver no argument at all, which ends the process."""
+
 ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 """In C++."""
 
@@ -132,7 +135,8 @@ class CudaKernels:
         """Start a kernel. Numbers are NumPy's, of the types that the kernel declares: CuPy sends them as they are."""
         if self.is_counting:
             return
+        given = tuple(NULL if argument is None else argument for argument in arguments)
         try:
-            self._functions[name](grid, (threads,), tuple(arguments), shared_mem=shared_bytes, stream=self._stream)
+            self._functions[name](grid, (threads,), given, shared_mem=shared_bytes, stream=self._stream)
         except self._errors as error:
             raise device_error(f"launch {name}", error) from error

@@ -241,7 +241,8 @@ class Kernel:
     ) -> list[ctypes.Array[ctypes.c_char]]:
         """The arguments as the kernel takes them. Raises what is wrong before the launch."""
         grid, block = _three(grid), _three(block)
-        if min(*grid, *block) < 1 or math.prod(block) > MOST_THREADS or block[2] > 64 or max(grid[1:]) > 65535:
+        is_block = min(block) >= 1 and math.prod(block) <= MOST_THREADS and block[2] <= 64
+        if not is_block or min(grid) < 1 or grid[0] >= 2**31 or max(grid[1:]) >= 2**16:
             raise ValueError(f"{self.name}: no GPU takes a grid of {grid} blocks of {block} threads")
         if shared_mem > self.max_dynamic_shared_size_bytes:
             raise ValueError(

@@ -319,6 +319,7 @@ class Function:
     def __init__(self, gpu: Gpu, kernel: Kernel) -> None:
         self._gpu = gpu
         self._kernel = kernel
+        self._is_loaded = False
 
     @property
     def max_dynamic_shared_size_bytes(self) -> int:
@@ -346,6 +347,9 @@ class Function:
         assert isinstance(block, tuple), "CuPy takes the block as a tuple"
         arguments = [self._argument(argument, index) for index, argument in enumerate(args)]
         self._kernel.check(grid, block, arguments, shared_mem)
+        if not self._is_loaded:  # CUDA loads a kernel when it is launched for the first time
+            self._gpu.refuse_during_capture(f"loading of {self._kernel.name}")
+            self._is_loaded = True
 
         def run() -> None:
             for argument in arguments:
@@ -358,12 +362,15 @@ class Function:
         self._gpu.put(run, None if stream is None else stream.queue)
 
     def _argument(self, argument: Argument, index: int) -> HostArray | np.generic | bool | int | float | None:
+        if argument is None:
+            raise TypeError("for None, CuPy before version 14 gives the driver no argument at all; give np.uint64(0)")
+        parameter = self._kernel.parameters[index] if index < len(self._kernel.parameters) else None
+        is_pointer = parameter is not None and parameter.kind == "pointer"
         if not isinstance(argument, DeviceArray):
-            return argument
+            return None if is_pointer and isinstance(argument, np.uint64) and argument == 0 else argument
         layout = argument._layout
         # Before version 14, CuPy has no bfloat16; its arrays say that they are uint16.
-        kinds = [DTYPES.get(parameter.type) for parameter in self._kernel.parameters]
-        is_bfloat16 = index < len(kinds) and kinds[index] == ml_dtypes.bfloat16
+        is_bfloat16 = parameter is not None and DTYPES.get(parameter.type) == ml_dtypes.bfloat16
         return layout.view(ml_dtypes.bfloat16) if is_bfloat16 and layout.dtype == np.uint16 else layout
 
 

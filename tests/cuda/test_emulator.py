@@ -273,7 +273,8 @@ def test_arguments_are_those_of_the_kernel() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grid", "block"), [((0,), (32,)), ((1,), (0,)), ((1,), (2048,)), ((1, 65536), (32,)), ((1,), (1, 1, 128))]
+    ("grid", "block"),
+    [((0,), (32,)), ((2**31,), (32,)), ((1,), (0,)), ((1,), (2048,)), ((1, 65536), (32,)), ((1,), (1, 1, 128))],
 )
 def test_launches_that_no_gpu_takes(grid: tuple[int, ...], block: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="no GPU takes"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import numpy as np
@@ -18,6 +18,7 @@ extern "C" __global__ void add(float* x, float amount, int n) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) x[i] += amount;
 }
+extern "C" __global__ void set(float* x, const float* y) { x[0] = y ? y[0] : -1; }
 extern "C" __global__ void wide(float* x) { extern __shared__ float s[]; s[20000] = 1; x[0] = s[20000]; }
 """
 
@@ -42,9 +43,13 @@ def cupy(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     assert gpu.queue is gpu.default_queue
 
 
+def adder(cupy: ModuleType) -> Callable[..., None]:
+    kernel: Callable[..., None] = cupy.RawModule(code=ADD, options=("--std=c++17",)).get_function("add")
+    return kernel
+
+
 def add(cupy: ModuleType, x: object, amount: float, n: int = 4) -> None:
-    kernel = cupy.RawModule(code=ADD, options=("--std=c++17",)).get_function("add")
-    kernel((1,), (32,), (x, np.float32(amount), np.int32(n)))
+    adder(cupy)((1,), (32,), (x, np.float32(amount), np.int32(n)))
 
 
 def test_arrays(cupy: ModuleType) -> None:
@@ -150,12 +155,20 @@ def test_what_is_on_a_stream_may_still_use_what_is_freed(cupy: ModuleType) -> No
 def test_graphs(cupy: ModuleType) -> None:
     x = cupy.zeros(4, np.float32)
     stream = cupy.cuda.Stream(non_blocking=True)
+    kernel, kernel_never_launched = adder(cupy), adder(cupy)
+    kernel((1,), (32,), (x, np.float32(0), np.int32(4)))
     cupy.cuda.Stream.null.synchronize()
     with stream:
         stream.begin_capture()
-        add(cupy, x, 1)
-        add(cupy, x, 2)
-        for forbidden in (stream.synchronize, cupy.cuda.Device().synchronize, x.get, lambda: cupy.empty(4, np.float32)):
+        for amount in (1, 2):
+            kernel((1,), (32,), (x, np.float32(amount), np.int32(4)))
+        for forbidden in (
+            stream.synchronize,
+            cupy.cuda.Device().synchronize,
+            x.get,
+            lambda: cupy.empty(4, np.float32),
+            lambda: kernel_never_launched((1,), (32,), (x, np.float32(1), np.int32(4))),
+        ):
             with pytest.raises(CudaError, match="cudaErrorStreamCaptureUnsupported"):
                 forbidden()
         graph = stream.end_capture()
@@ -181,9 +194,19 @@ def test_faults_of_kernels_show_at_the_wait_and_wrong_arguments_at_the_launch(cu
     with pytest.raises(EmulatorFault, match="0 bytes past the end of device memory"):
         x.get()
     with pytest.raises(TypeError, match=r"must be numpy\.float32, not float64"):
-        cupy.RawModule(code=ADD).get_function("add")((1,), (32,), (x, 1.0, np.int32(4)))
+        adder(cupy)((1,), (32,), (x, 1.0, np.int32(4)))
     with pytest.raises(CudaError, match="named symbol not found"):
         cupy.RawModule(code=ADD).get_function("subtract")
+
+
+def test_a_pointer_to_nothing_is_a_number(cupy: ModuleType) -> None:
+    x, kernel = cupy.zeros(1, np.float32), cupy.RawModule(code=ADD).get_function("set")
+    kernel((1,), (1,), (x, np.uint64(0)))
+    assert x.get().tolist() == [-1]
+    with pytest.raises(TypeError, match="CuPy before version 14"):
+        kernel((1,), (1,), (x, None))
+    with pytest.raises(TypeError, match="must be an array of float32, not uint64"):
+        kernel((1,), (1,), (x, np.uint64(4)))
 
 
 @pytest.mark.parametrize(("capability", "limit"), [("80", 163 << 10), ("86", 99 << 10), ("90", 227 << 10)])
