@@ -18,7 +18,7 @@ KV_SPLIT = 512
 """Positions that one block of a decoding sequence's attention takes. A token's bits depend on it."""
 
 NULL = np.uint64(0)
-"""A pointer to nothing. For None, CuPy before version 14 gives the driver no argument at all, which ends the process."""
+"""A pointer to nothing. For None, CuPy before version 14 gives the driver no argument at all, and it may crash."""
 
 ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 """In C++."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -166,8 +167,8 @@ def test_graphs(cupy: ModuleType) -> None:
             stream.synchronize,
             cupy.cuda.Device().synchronize,
             x.get,
+            partial(kernel_never_launched, (1,), (32,), (x, np.float32(1), np.int32(4))),
             lambda: cupy.empty(4, np.float32),
-            lambda: kernel_never_launched((1,), (32,), (x, np.float32(1), np.int32(4))),
         ):
             with pytest.raises(CudaError, match="cudaErrorStreamCaptureUnsupported"):
                 forbidden()
