@@ -19,6 +19,7 @@ from minipaged.models.config import (
     context_length,
 )
 from minipaged.models.fields import Fields
+from minipaged.models.heads import read_heads
 
 ARCHITECTURES: Mapping[str, Architecture] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """By general.architecture. Mistral models are converted as "llama"."""
@@ -53,13 +54,15 @@ def parse_gguf_config(
         },
         f"{where}, {prefix}*",
     )
-    num_query_heads = fields.integer("attention.head_count")
-    num_kv_heads = fields.integer("attention.head_count_kv", num_query_heads)
-    if num_query_heads % num_kv_heads:
-        raise fields.wrong("attention.head_count_kv", f"a divisor of attention.head_count, {num_query_heads}")
-    _refuse_unsupported(fields)
-    head_dim = _head_dim(fields, num_query_heads)
-    scaling = _rope_scaling(fields, rope_factors, head_dim)
+    heads = read_heads(
+        fields,
+        hidden_size="embedding_length",
+        num_query_heads="attention.head_count",
+        num_kv_heads="attention.head_count_kv",
+        head_dim="attention.key_length",
+    )
+    _refuse_unsupported(fields, heads.head_dim)
+    scaling = _rope_scaling(fields, rope_factors, heads.head_dim)
     vocab_size = _vocab_size(general, fields)
     window = fields.integer("attention.sliding_window", 0, at_least=0) or None
     return ModelConfig(
@@ -68,9 +71,9 @@ def parse_gguf_config(
         hidden_size=fields.integer("embedding_length"),
         intermediate_size=fields.integer("feed_forward_length"),
         num_layers=num_layers,
-        num_query_heads=num_query_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_query_heads=heads.num_query_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         max_position_embeddings=context_length(fields.integer("context_length"), scaling),
         rope_theta=fields.number("rope.freq_base", 10000.0, above=1),
@@ -98,27 +101,14 @@ def _same_in_all_layers(value: object, num_layers: int) -> object:
     return value[0] if alike and isinstance(value, list) else value
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _refuse_unsupported(fields: Fields, head_dim: int) -> None:
     if fields.integer("expert_count", 0, at_least=0):
         raise fields.wrong("expert_count", "0. Mixtures of experts cannot be loaded")
     if fields.get("attention.sliding_window_pattern") is not None:
         raise fields.wrong("attention.sliding_window_pattern", "no pattern: a window in all layers or in none")
-
-
-def _head_dim(fields: Fields, num_query_heads: int) -> int:
-    hidden_size = fields.integer("embedding_length")
-    if fields.get("attention.key_length") is None and hidden_size % num_query_heads:
-        raise fields.wrong(
-            "attention.key_length",
-            f"a value, since embedding_length {hidden_size} is no multiple of attention.head_count {num_query_heads}",
-        )
-    head_dim = fields.integer("attention.key_length", hidden_size // num_query_heads)
-    if head_dim % 2:
-        raise fields.wrong("attention.key_length", f"an even head size, not {head_dim}: rotary embedding turns pairs")
     for key in ("attention.value_length", "rope.dimension_count"):
         if fields.integer(key, head_dim) != head_dim:
             raise fields.wrong(key, f"{head_dim}, the size of a key head. Other models cannot be loaded")
-    return head_dim
 
 
 def _rope_scaling(fields: Fields, factors: tuple[float, ...] | None, head_dim: int) -> RopeScaling:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from minipaged.errors import ModelLoadError
 from minipaged.models.config import Architecture, ModelConfig, context_length
 from minipaged.models.fields import Fields
+from minipaged.models.heads import read_heads
 from minipaged.models.hf_rope import parse_rope
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -35,10 +36,13 @@ def parse_hf_config(
     fields = Fields(config, where)
     architecture = _architecture(fields)
     _refuse_unsupported(fields)
-    num_query_heads = fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", num_query_heads)
-    if num_query_heads % num_kv_heads:
-        raise fields.wrong("num_key_value_heads", f"a divisor of num_attention_heads, {num_query_heads}")
+    heads = read_heads(
+        fields,
+        hidden_size="hidden_size",
+        num_query_heads="num_attention_heads",
+        num_kv_heads="num_key_value_heads",
+        head_dim="head_dim",
+    )
     rope_theta, rope_scaling = parse_rope(fields)
     vocab_size = fields.integer("vocab_size")
     num_layers = fields.integer("num_hidden_layers")
@@ -49,9 +53,9 @@ def parse_hf_config(
         hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),
         num_layers=num_layers,
-        num_query_heads=num_query_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(fields, num_query_heads),
+        num_query_heads=heads.num_query_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         rms_norm_eps=fields.number("rms_norm_eps"),
         max_position_embeddings=context_length(fields.integer("max_position_embeddings"), rope_scaling),
         rope_theta=rope_theta,
@@ -82,22 +86,6 @@ def _refuse_unsupported(fields: Fields) -> None:
         )
     if fields.string("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.wrong("hidden_act", "silu. Models with other activations cannot be loaded")
-
-
-def _head_dim(fields: Fields, num_query_heads: int) -> int:
-    hidden_size = fields.integer("hidden_size")
-    if fields.get("head_dim") is None and hidden_size % num_query_heads:
-        raise fields.wrong(
-            "head_dim",
-            f"a value, since hidden_size {hidden_size} is no multiple of num_attention_heads {num_query_heads}",
-        )
-    head_dim = fields.integer("head_dim", hidden_size // num_query_heads)
-    if head_dim % 2:
-        raise ModelLoadError(
-            f"{fields.where}: head_dim is {head_dim} (given, or hidden_size / num_attention_heads); expected an even "
-            "number, because rotary embedding turns pairs."
-        )
-    return head_dim
 
 
 def _sliding_windows(fields: Fields, architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:

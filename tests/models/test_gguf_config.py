@@ -156,7 +156,10 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
     ({"general.architecture": "gemma2"}, "general.architecture is 'gemma2'; expected one of llama, qwen2, qwen3"),
     ({"general.architecture": None}, "general.architecture is None; expected a string"),
     ({"llama.attention.head_count_kv": 3}, "expected a divisor of attention.head_count, 4"),
-    ({"llama.attention.key_length": 15}, "an even head size, not 15"),
+    (
+        {"llama.attention.key_length": 15},
+        "attention.key_length is 15 (given, or embedding_length / attention.head_count); expected an even",
+    ),
     ({"llama.embedding_length": 66}, "embedding_length 66 is no multiple of attention.head_count 4"),
     ({"llama.attention.value_length": 32}, "attention.value_length is 32; expected 16"),
     ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8; expected 16"),
