@@ -15,7 +15,11 @@ from minipaged.models.config import ModelConfig
 from minipaged.models.hub import resolve_model
 from minipaged.models.source import ModelSource, open_model
 
-ELEMENT_TYPES = ("float32", "float16")
+ELEMENT_TYPES = {
+    "float16": "the default on a CPU; on a GPU float16 or bfloat16, which is as large",
+    "float32": 'the default of device "reference"',
+}
+"""Those of the KV cache, and who uses them."""
 
 
 def run(model: str | None, kv_memory: int) -> None:
@@ -51,13 +55,16 @@ def _model_rows(source: ModelSource) -> list[tuple[str, str]]:
 def _cache_rows(config: ModelConfig, kv_memory: int) -> list[tuple[str, str]]:
     block_size = EngineConfig().block_size
     rows = []
-    for dtype in ELEMENT_TYPES:
+    for dtype, use in ELEMENT_TYPES.items():
         token_bytes = ledger.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
         block_bytes = ledger.block_bytes(block_size, token_bytes)
         blocks = ledger.blocks_in_budget(kv_memory, block_bytes)
         tokens = blocks * block_size
         rows.append(
-            (f"KV cache, {dtype}", f"{format_size(token_bytes)} per token, {format_size(block_bytes)} per block")
+            (
+                f"KV cache, {dtype}",
+                f"{format_size(token_bytes)} per token, {format_size(block_bytes)} per block ({use})",
+            )
         )
         rows.append(
             (
