@@ -3,9 +3,8 @@
 //
 //   logits  float32 [num_rows, vocab_size]; other arguments stand at the kernels
 //
-// Grid: one block per row (`penalise`: x parts of a row, y penalised rows). A block owns its row, a warp a contiguous
-// span of it, in steps of 32 tokens, one per lane, so that every access of a warp is one of 128 bytes at any
-// vocab_size.
+// Grid: one block per row (`penalise`: a thread per entry). A block owns its row, a warp a contiguous span of it, in
+// steps of 32 tokens, one per lane, so that every access of a warp is one of 128 bytes at any vocab_size.
 //
 // Weights are integers, round-down(2^44 exp(..)) with 2^44 for the most likely token, and sums of integers do not
 // depend on their order: a row's token has the same bits in any batch and on any GPU that computes expf alike. A sum of
@@ -17,7 +16,7 @@
 //
 // Bytes moved: a greedy row is read once, 4 * vocab_size (64 rows of 128k tokens: 33 MB, 7 us on 4.8 TB/s; one row: 512
 // KB by one SM). A draw reads the row twice more, top-k and top-p 6 times each, from L2; that is bound by the some 40
-// instructions per token and pass, not by bytes: about 20 us per pass over 128k tokens, for all rows at once.
+// instructions per token and pass, not by bytes: by arithmetic 20 us per pass over 128k tokens, for all rows at once.
 //
 // Budget: sample: 64 registers, 2384 bytes of shared memory
 // Budget: logprobs: 64 registers, 3412 bytes of shared memory

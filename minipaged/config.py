@@ -48,7 +48,7 @@ class EngineConfig:
     dtype: Dtype = "auto"
     """Element type of weights and activations on a GPU; auto: bfloat16 if the weights are, else float16."""
     cuda_graphs: bool = True
-    """Launch decode steps on a GPU as a whole, which takes the host much less time. The results are the same."""
+    """Launch a decode step on a GPU as a whole, not kernel by kernel. The results are the same."""
     prefix_caching: bool = True
     """Reuse KV blocks of equal prompt beginnings."""
     preemption: PreemptionMode = "auto"

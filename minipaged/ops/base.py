@@ -1,7 +1,8 @@
 """The Ops protocol: the seam between the model and the machine.
 
-Coarse on purpose: each operation is one kernel launch on a GPU. T is the number of tokens in the step, S of sequences,
-N of rows that sample. `Array` is the device's array type; `Weight` whatever the device keeps a matrix as (packed, say).
+Coarse on purpose: each operation is a kernel launch or two on a GPU. T is the number of tokens in the step, S of
+sequences, N of rows that sample. `Array` is the device's array type; `Weight` whatever the device keeps a matrix as
+(packed, say).
 
 KV cache layout: [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim], so that a block is one
 contiguous span; within it a device may order the elements otherwise. A token's slot is
