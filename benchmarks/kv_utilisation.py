@@ -57,7 +57,7 @@ def make_requests() -> list[Request]:
 
 def main() -> None:
     scheduler = Scheduler(
-        EngineConfig(max_batched_tokens=2048, max_waiting=NUM_REQUESTS, overlap=False),
+        EngineConfig(max_batched_tokens=2048, overlap=False),
         num_blocks=NUM_BLOCKS,
         swap_blocks=0,
         block_bytes=1,

@@ -15,7 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from minipaged.config import EngineConfig
-from minipaged.errors import EngineBusyError, InvalidRequestError, PromptTooLongError
+from minipaged.errors import PromptTooLongError
 from minipaged.in_flight import StepInFlight, StepsInFlight
 from minipaged.kv.manager import KVManager
 from minipaged.output import FinishReason, TokenLogprob
@@ -76,10 +76,11 @@ class Scheduler:
     # Requests
 
     def submit(self, request: Request) -> None:
-        """Queue a request, creating its sequences.
+        """Queue a request of at most `max_running` samples, creating its sequences.
 
-        Raises `PromptTooLongError` if it can never fit and `EngineBusyError` if the waiting queue is full.
+        How many may wait is for the engine to say. Raises `PromptTooLongError` if the request can never fit.
         """
+        assert request.params.n <= self._config.max_running, f"{request.params.n} samples can never run at once"
         length, capacity = len(request.prompt), self.kv.pool.num_blocks * self._config.block_size
         if length >= request.max_length:
             raise PromptTooLongError(
@@ -91,15 +92,6 @@ class Scheduler:
             raise PromptTooLongError(
                 f"Request {request.id!r} may grow to {request.max_length} tokens but the whole block pool holds "
                 f"{capacity}; lower max_tokens, or raise num_blocks or kv_cache_memory."
-            )
-        if request.params.n > self._config.max_running:
-            raise InvalidRequestError(
-                f"Request {request.id!r} asks for n = {request.params.n} samples but at most "
-                f"{self._config.max_running} sequences run at once; lower n, or raise max_running."
-            )
-        if self.num_waiting >= self._config.max_waiting:
-            raise EngineBusyError(
-                f"{self.num_waiting} requests are waiting, which is the limit (max_waiting); retry later, or raise it."
             )
         request.sequences = [Sequence(request, index, array("i", request.prompt)) for index in range(request.params.n)]
         self._waiting.push(request.sequences[0])
