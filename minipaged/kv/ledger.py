@@ -1,8 +1,6 @@
-"""The arithmetic of KV memory, as the articles do it: bytes per token, blocks per budget, utilisation, swap time."""
+"""The arithmetic of KV memory: bytes per token, blocks per budget, time to swap or to recompute."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -25,13 +23,6 @@ def blocks_in_budget(memory: int, bytes_per_block: int) -> int:
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks that `num_tokens` take: the quotient rounded up."""
     return -(-num_tokens // block_size)
-
-
-def utilisation(lengths: Iterable[int], block_size: int) -> float:
-    """KV slots holding tokens / KV slots allocated, for sequences of these lengths (arXiv:2309.06180)."""
-    lengths = list(lengths)
-    allocated = sum(blocks_for(length, block_size) for length in lengths) * block_size
-    return sum(lengths) / allocated if allocated else 1.0
 
 
 def swap_seconds(num_blocks: int, bytes_per_block: int, bandwidth: float) -> float:

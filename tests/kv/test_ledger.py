@@ -30,11 +30,6 @@ def test_50_tokens_take_four_blocks_of_16() -> None:
     assert [ledger.blocks_for(n, 16) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
 
 
-def test_utilisation_counts_the_unfilled_tails() -> None:
-    assert ledger.utilisation([16, 8], 16) == pytest.approx(24 / 32)
-    assert ledger.utilisation([], 16) == 1.0
-
-
 def test_moving_half_a_gigabyte_over_pcie_takes_about_16_ms_each_way() -> None:
     both_ways = ledger.swap_seconds(256, 2 * 2**20, 32e9)
     assert both_ways / 2 == pytest.approx(0.0168, rel=0.01)
