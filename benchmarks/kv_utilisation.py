@@ -57,10 +57,7 @@ def make_requests() -> list[Request]:
 
 def main() -> None:
     scheduler = Scheduler(
-        EngineConfig(max_batched_tokens=2048, overlap=False),
-        num_blocks=NUM_BLOCKS,
-        swap_blocks=0,
-        block_bytes=1,
+        EngineConfig(overlap=False), num_blocks=NUM_BLOCKS, swap_blocks=0, block_bytes=1, max_batched_tokens=2048
     )
     requests = make_requests()
     for request in requests:

@@ -59,10 +59,12 @@ class Host:
     """A scheduler and a runner that only prepares."""
 
     def __init__(self, running: int, length: int) -> None:
-        self.config = EngineConfig(max_running=running, max_batched_tokens=max(2048, running))
+        self.config = EngineConfig(max_running=running)
         max_model_len = length + 4 * STEPS
         num_blocks = (running + 2) * -(-max_model_len // self.config.block_size)
-        self.scheduler = Scheduler(self.config, num_blocks=num_blocks, swap_blocks=0, block_bytes=1)
+        self.scheduler = Scheduler(
+            self.config, num_blocks=num_blocks, swap_blocks=0, block_bytes=1, max_batched_tokens=max(2048, running)
+        )
         self.runner = Runner(
             ReferenceOps(),
             NoModel(),

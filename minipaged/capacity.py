@@ -21,12 +21,17 @@ class Capacity:
     """Blocks of the host pool."""
     max_model_len: int
     """Most tokens in a sequence, prompt and output."""
+    max_batched_tokens: int
+    """Most tokens of a step."""
 
 
-def plan_capacity(config: EngineConfig, model: ModelConfig, kv_dtype: str, default_memory: int) -> Capacity:
+def plan_capacity(
+    config: EngineConfig, model: ModelConfig, kv_dtype: str, default_memory: int, default_batched_tokens: int
+) -> Capacity:
     """Do the arithmetic. Raises `ConfigError` where the settings do not fit the model or each other.
 
-    `default_memory`: bytes for the KV cache where the settings do not give its size.
+    What the device takes where the settings do not say: `default_memory` bytes for the KV cache, and
+    `default_batched_tokens` tokens in a step, or one for each sequence that may run if that is more.
     """
     limit = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
@@ -53,6 +58,7 @@ def plan_capacity(config: EngineConfig, model: ModelConfig, kv_dtype: str, defau
         num_blocks=num_blocks,
         swap_blocks=swap_blocks,
         max_model_len=config.max_model_len or min(limit, pool_tokens),
+        max_batched_tokens=config.max_batched_tokens or max(default_batched_tokens, config.max_running),
     )
 
 

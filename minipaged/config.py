@@ -25,8 +25,9 @@ class EngineConfig:
     """Most tokens in a sequence, prompt and output. None: the model's limit, or what the block pool holds if less."""
     max_running: int = 256
     """Most sequences in a batch."""
-    max_batched_tokens: int = 512
-    """Most tokens computed in one step: decodes first, then prefill chunks. Bounds how long a prompt delays them."""
+    max_batched_tokens: int | None = None
+    """Most tokens computed in one step: decodes first, then prefill chunks. Bounds how long a prompt delays them. None:
+    2048 on a GPU, else 512; or `max_running` if that is more."""
     max_waiting: int = 1024
     """Most requests that wait; one more raises `EngineBusyError`."""
     block_size: int = 16
@@ -67,9 +68,9 @@ class EngineConfig:
             _one_of(name, getattr(self, name), get_args(choices))
         for name in ("prefix_caching", "overlap", "debug", "cuda_graphs"):
             _one_of(name, getattr(self, name), (True, False))
-        for name in ("max_running", "max_batched_tokens", "max_waiting", "block_size"):
+        for name in ("max_running", "max_waiting", "block_size"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "num_blocks", "kv_cache_memory", "num_threads"):
+        for name in ("max_model_len", "max_batched_tokens", "num_blocks", "kv_cache_memory", "num_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         _at_least("swap_memory", self.swap_memory, 0)
@@ -85,7 +86,7 @@ class EngineConfig:
             raise ConfigError("num_blocks and kv_cache_memory both size the block pool; give one of them.")
         if self.swap_blocks is not None and self.swap_memory:
             raise ConfigError("swap_blocks and swap_memory both size the host pool; give one of them.")
-        if self.max_batched_tokens < self.max_running:
+        if self.max_batched_tokens is not None and self.max_batched_tokens < self.max_running:
             raise ConfigError(
                 f"max_batched_tokens is {self.max_batched_tokens}, less than max_running ({self.max_running}); "
                 "every running sequence decodes one token per step, so give at least as many tokens."

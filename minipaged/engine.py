@@ -275,7 +275,7 @@ class Engine:
 
     @property
     def capacity(self) -> Capacity:
-        """KV blocks and the longest sequence."""
+        """KV blocks, the longest sequence and the largest step."""
         return self._model.capacity
 
     def stats(self) -> EngineStats:
@@ -389,6 +389,7 @@ class Engine:
             num_blocks=model.capacity.num_blocks,
             swap_blocks=model.capacity.swap_blocks,
             block_bytes=model.capacity.block_bytes,
+            max_batched_tokens=model.capacity.max_batched_tokens,
         )
         depth = 2 if self.config.overlap else 1
         return StepLoop(scheduler, model.runner, model.tokenizer, threads.steps, threads.post, depth=depth)

@@ -134,7 +134,8 @@ def _make_runner(
     kv_dtype = ops.kv_dtype if config.kv_dtype == "auto" else config.kv_dtype
 
     def plan() -> Capacity:
-        return plan_capacity(config, model, kv_dtype, ops.cache_memory(config.memory_fraction))
+        memory = ops.cache_memory(config.memory_fraction)
+        return plan_capacity(config, model, kv_dtype, memory, ops.max_batched_tokens)
 
     def shape(num_blocks: int) -> CacheShape:
         return CacheShape(num_blocks, model.num_layers, model.num_kv_heads, config.block_size, model.head_dim)
@@ -142,7 +143,7 @@ def _make_runner(
     most = plan()  # before the weights take their part, so that what cannot fit is refused before they are read
     weights = load_weights(source.checkpoint, model, ops, progress)
     llama = Llama(model, weights, ops, ops.load_rope(*rope_tables(model, most.max_model_len)))
-    limits = StepLimits(config.max_batched_tokens, config.max_running, most.max_model_len)
+    limits = StepLimits(most.max_batched_tokens, config.max_running, most.max_model_len)
     ops.reserve(limits, shape(1), lambda batch, cache: llama.logits(llama.forward(batch, cache), batch))
     capacity = plan()
     try:

@@ -31,6 +31,7 @@ class Planner:
         batch: RunningBatch,
         in_flight: StepsInFlight,
         policy: PreemptionPolicy,
+        max_batched_tokens: int,
     ) -> None:
         self._config = config
         self._kv = kv
@@ -38,6 +39,7 @@ class Planner:
         self._batch = batch
         self._in_flight = in_flight
         self._policy = policy
+        self._max_batched_tokens = max_batched_tokens
         self.num_swaps = 0
         """Preemptions that moved KV to the host."""
         self.num_recomputes = 0
@@ -151,7 +153,7 @@ class Planner:
 
     def _has_budget(self) -> bool:
         """Whether running sequences leave a token of the next step to others."""
-        budget = self._config.max_batched_tokens - len(self._batch.decoding)
+        budget = self._max_batched_tokens - len(self._batch.decoding)
         for sequence in self._batch.prefilling:
             budget -= len(sequence.token_ids) - sequence.num_scheduled
             if budget <= 0:
@@ -253,7 +255,7 @@ class Planner:
 
     def _schedule_chunks(self, draft: PlanDraft) -> None:
         """Spend what is left of the budget on the known tokens that have no KV yet."""
-        budget = self._config.max_batched_tokens - len(draft.decode_rows)
+        budget = self._max_batched_tokens - len(draft.decode_rows)
         for sequence in sorted(self._batch.prefilling, key=lambda s: s.rank):
             if budget == 0:
                 return

@@ -59,7 +59,9 @@ class SchedulerStats:
 class Scheduler:
     """Owns requests, sequences and the KV bookkeeping. Pure Python, used from one thread, never blocks."""
 
-    def __init__(self, config: EngineConfig, *, num_blocks: int, swap_blocks: int, block_bytes: int) -> None:
+    def __init__(
+        self, config: EngineConfig, *, num_blocks: int, swap_blocks: int, block_bytes: int, max_batched_tokens: int
+    ) -> None:
         self._config = config
         self._policy = PreemptionPolicy(config, block_bytes)
         self.kv = KVManager(
@@ -71,7 +73,9 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._batch = RunningBatch(config.max_running)
         self._in_flight = StepsInFlight()
-        self._planner = Planner(config, self.kv, self._waiting, self._batch, self._in_flight, self._policy)
+        self._planner = Planner(
+            config, self.kv, self._waiting, self._batch, self._in_flight, self._policy, max_batched_tokens
+        )
 
     # Requests
 

@@ -16,7 +16,7 @@ class EngineSettings(TypedDict, total=False):
     device: DeviceName
     max_model_len: int | None
     max_running: int
-    max_batched_tokens: int
+    max_batched_tokens: int | None
     max_waiting: int
     block_size: int
     num_blocks: int | None

@@ -42,8 +42,14 @@ class Bench:
     in_flight: deque[StepPlan] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
+        assert self.config.max_batched_tokens is not None, "there is no device to say how many"
+        self.max_batched_tokens = self.config.max_batched_tokens
         self.scheduler = Scheduler(
-            self.config, num_blocks=self.num_blocks, swap_blocks=self.swap_blocks, block_bytes=64
+            self.config,
+            num_blocks=self.num_blocks,
+            swap_blocks=self.swap_blocks,
+            block_bytes=64,
+            max_batched_tokens=self.max_batched_tokens,
         )
         self.runner = SimulatedRunner(
             num_blocks=self.num_blocks,
@@ -77,7 +83,7 @@ class Bench:
             plan = self.scheduler.plan(0.0)
             if plan is None:
                 break
-            assert plan.num_tokens <= self.config.max_batched_tokens
+            assert plan.num_tokens <= self.max_batched_tokens
             self.plans.append(plan)
             self.in_flight.append(plan)
         if not self.in_flight:
@@ -360,7 +366,7 @@ def test_decode_rows_stay_the_same_object_while_nothing_changes() -> None:
 
 
 def test_requests_that_end_while_they_wait_are_forgotten() -> None:
-    bench = Bench(EngineConfig(block_size=BLOCK, max_running=1, max_waiting=3), num_blocks=8)
+    bench = Bench(EngineConfig(block_size=BLOCK, max_running=1, max_batched_tokens=512), num_blocks=8)
     bench.submit([1] * 5)
     bench.scheduler.plan(0.0)
     bench.submit([1] * 5)  # waits before all others

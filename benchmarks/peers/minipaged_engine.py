@@ -9,19 +9,18 @@ from pathlib import Path
 
 from benchmarks.peers.engine import Answer, Settings
 from minipaged import Engine, SamplingParams
-from minipaged.config import EngineConfig
 
 
 class MinipagedEngine:
     """See `PeerEngine`."""
 
     def __init__(self, model: Path, settings: Settings) -> None:
-        per_step = settings.prompt_tokens_per_step or EngineConfig().max_batched_tokens
+        per_step = settings.prompt_tokens_per_step
         self._loop = asyncio.Runner()
         self._engine = Engine.load(
             model,
             max_running=settings.max_requests,
-            max_batched_tokens=max(per_step, settings.max_requests),
+            max_batched_tokens=None if per_step is None else max(per_step, settings.max_requests),
             max_model_len=settings.max_length,
             prefix_caching=settings.prefix_caching,
             num_threads=settings.threads,

@@ -182,6 +182,8 @@ class Ops(Protocol[Array, Weight]):
     """As in `EngineConfig.device`."""
     kv_dtype: str
     """Element type of the KV cache unless told otherwise; known after `prepare`."""
+    max_batched_tokens: int
+    """Most tokens of a step unless told otherwise."""
 
     # Loading, in this order
 

@@ -64,6 +64,7 @@ class CudaOps:
     """
 
     name = "cuda"
+    max_batched_tokens = 2048
 
     def __init__(self, *, graphs: bool = True) -> None:
         import cupy

@@ -43,6 +43,8 @@ class FinishedCopy:
 class NumpyOps:
     """What its methods compute is described in `Ops`."""
 
+    max_batched_tokens = 512
+
     # Memory
 
     def prepare(self, dimensions: Dimensions, types: ElementTypes, progress: Progress) -> None:

@@ -175,6 +175,16 @@ def test_the_cache_takes_what_the_gpu_has_left(model: Path, gpu: Gpu) -> None:
         anyio.run(num_blocks, 0.01)
 
 
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("device", "expected"), [("cuda", 2048), ("cpu", 512), ("reference", 512)])
+def test_a_step_is_as_large_as_suits_the_device(model: Path, device: DeviceName, expected: int) -> None:
+    async def main() -> None:
+        async with Engine.load(model, device=device, num_blocks=16) as engine:
+            assert engine.capacity.max_batched_tokens == expected
+
+    anyio.run(main)
+
+
 def test_a_gpu_that_is_too_small_is_a_device_error_and_nothing_is_left(model: Path, gpu: Gpu) -> None:
     async def main() -> None:
         with pytest.raises(
