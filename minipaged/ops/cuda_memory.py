@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from minipaged.ops.cuda_errors import HOST_MEMORY, cuda_errors
+from minipaged.ops.cuda_errors import cuda_errors
 
 if TYPE_CHECKING:
     import cupy
@@ -48,7 +48,7 @@ class CudaMemory:
 
     def allocate_pinned(self, num_bytes: int, what: str) -> NDArray[np.uint8]:
         """Page-locked memory of the host, which copies run at full speed from and to, its content undefined."""
-        with cuda_errors(f"lock {num_bytes} bytes of host memory for {what}", HOST_MEMORY):
+        with cuda_errors(f"lock {num_bytes} bytes of host memory for {what}"):
             address = self._cupy.cuda.runtime.hostAlloc(max(1, num_bytes), 0)
         self._pinned.append(address)
         return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
