@@ -67,16 +67,18 @@ def _num_blocks(config: EngineConfig, max_length: int, token_bytes: int, default
         return config.num_blocks
     if config.kv_cache_memory is not None:
         return _whole_blocks("kv_cache_memory", config.kv_cache_memory, config, token_bytes)
-    affordable = _whole_blocks("kv_cache_memory (by default)", default_memory, config, token_bytes)
+    remedy = f"Give kv_cache_memory, or on a GPU a larger memory_fraction ({config.memory_fraction}) or a smaller model"
+    affordable = _whole_blocks("kv_cache_memory (by default)", default_memory, config, token_bytes, remedy)
     return min(affordable, config.max_running * blocks_for(max_length, config.block_size))
 
 
-def _whole_blocks(name: str, memory: int, config: EngineConfig, token_bytes: int) -> int:
+def _whole_blocks(name: str, memory: int, config: EngineConfig, token_bytes: int, remedy: str | None = None) -> int:
     per_block = block_bytes(config.block_size, token_bytes)
     count = blocks_in_budget(memory, per_block)
     if count == 0:
         raise ConfigError(
             f"{name} is {memory} bytes, less than one KV block of {per_block} bytes ({config.block_size} tokens x "
-            f"{token_bytes} bytes per token). Give at least {per_block}, or lower block_size ({config.block_size})."
+            f"{token_bytes} bytes per token). {remedy or f'Give at least {per_block}'}, or lower block_size "
+            f"({config.block_size})."
         )
     return count
