@@ -30,10 +30,8 @@ from benchmarks.peers.prompts import Prompts
 from minipaged.config import DeviceName, EngineConfig
 from minipaged.devices import with_device
 from minipaged.models.hub import default_model_path
-from minipaged.models.llama import Llama
-from minipaged.models.rope import rope_tables
+from minipaged.models.llama import load_llama
 from minipaged.models.source import ModelSource, open_model
-from minipaged.models.weights import load_weights
 from minipaged.ops.base import Array, Batch, CacheShape, HostArray, Ops, Weight
 from minipaged.ops.threads import default_num_threads
 
@@ -61,8 +59,7 @@ def minipaged_logits(source: ModelSource, device: DeviceName, token_ids: Sequenc
     def compute(ops: Ops[Array, Weight]) -> Logits:
         config, length = source.config, len(token_ids)
         num_blocks = -(-length // BLOCK_SIZE)
-        weights = load_weights(source.checkpoint, config, ops)
-        model = Llama(config, weights, ops, ops.load_rope(*rope_tables(config, length)))
+        model = load_llama(source.checkpoint, config, ops, length)
         shape = CacheShape(num_blocks, config.num_layers, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
         everything = np.arange(length, dtype=np.int32)
         host: Batch[HostArray] = Batch(

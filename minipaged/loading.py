@@ -16,10 +16,8 @@ from minipaged.devices import with_device
 from minipaged.errors import DeviceError, UnsupportedModelError
 from minipaged.models.config import ModelConfig
 from minipaged.models.hub import resolve_model
-from minipaged.models.llama import Llama
-from minipaged.models.rope import rope_tables
+from minipaged.models.llama import load_llama
 from minipaged.models.source import ModelSource, open_model
-from minipaged.models.weights import load_weights
 from minipaged.ops.base import Array, CacheShape, Dimensions, ElementTypes, Ops, StepLimits, Weight
 from minipaged.progress import Progress
 from minipaged.runner import Runner
@@ -141,8 +139,7 @@ def _make_runner(
         return CacheShape(num_blocks, model.num_layers, model.num_kv_heads, config.block_size, model.head_dim)
 
     most = plan()  # before the weights take their part, so that what cannot fit is refused before they are read
-    weights = load_weights(source.checkpoint, model, ops, progress)
-    llama = Llama(model, weights, ops, ops.load_rope(*rope_tables(model, most.max_model_len)))
+    llama = load_llama(source.checkpoint, model, ops, most.max_model_len, progress)
     limits = StepLimits(most.max_batched_tokens, config.max_running, most.max_model_len)
     ops.reserve(limits, shape(1), lambda batch, cache: llama.logits(llama.forward(batch, cache), batch))
     capacity = plan()

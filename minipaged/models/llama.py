@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from typing import Generic
 
+from minipaged.models.checkpoint import Checkpoint
 from minipaged.models.config import ModelConfig
-from minipaged.models.weights import LayerWeights, LlamaWeights
+from minipaged.models.rope import rope_tables
+from minipaged.models.weights import LayerWeights, LlamaWeights, load_weights
 from minipaged.ops.base import Array, Batch, Ops, Weight
+from minipaged.progress import Progress, no_progress
+
+
+def load_llama(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    ops: Ops[Array, Weight],
+    max_model_len: int,
+    progress: Progress = no_progress,
+) -> Llama[Array, Weight]:
+    """Put a model onto the device, for sequences of up to `max_model_len` tokens. Raises as `load_weights`."""
+    weights = load_weights(checkpoint, config, ops, progress)
+    return Llama(config, weights, ops, ops.load_rope(*rope_tables(config, max_model_len)))
 
 
 class Llama(Generic[Array, Weight]):

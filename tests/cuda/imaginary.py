@@ -17,10 +17,8 @@ from numpy.typing import NDArray
 
 from minipaged.config import Dtype
 from minipaged.loading import dimensions_of
-from minipaged.models.llama import Llama
-from minipaged.models.rope import rope_tables
+from minipaged.models.llama import load_llama
 from minipaged.models.source import open_model
-from minipaged.models.weights import load_weights
 from minipaged.ops import cuda as cuda_ops
 from minipaged.ops import cuda_kernels
 from minipaged.ops.base import Batch, CacheShape, ElementTypes, StepLimits
@@ -79,12 +77,7 @@ class Machine:
         self.ops = CudaOps(graphs=graphs)
         types = ElementTypes(weights=element, cache="auto", stored="F32")
         self.ops.prepare(dimensions_of(self.config, block_size), types, no_progress)
-        self.llama = Llama(
-            self.config,
-            load_weights(source.checkpoint, self.config, self.ops),
-            self.ops,
-            self.ops.load_rope(*rope_tables(self.config, max_model_len)),
-        )
+        self.llama = load_llama(source.checkpoint, self.config, self.ops, max_model_len)
         limits = StepLimits(max_tokens, max_sequences, max_model_len)
         self.ops.reserve(
             limits, self.shape, lambda batch, cache: self.llama.logits(self.llama.forward(batch, cache), batch)
@@ -93,12 +86,7 @@ class Machine:
         self.ops.fill_blocks(self.cache, range(num_blocks), math.nan)
 
         self.reference = ReferenceOps()
-        self.reference_llama = Llama(
-            self.config,
-            load_weights(source.checkpoint, self.config, self.reference),
-            self.reference,
-            self.reference.load_rope(*rope_tables(self.config, max_model_len)),
-        )
+        self.reference_llama = load_llama(source.checkpoint, self.config, self.reference, max_model_len)
         self.reference_cache = self.reference.allocate_cache(self.shape, element)
         self.reference.fill_blocks(self.reference_cache, range(num_blocks), math.nan)
 

@@ -23,10 +23,8 @@ from minipaged import (
     TokenLogprob,
 )
 from minipaged.config import DeviceName
-from minipaged.models.llama import Llama
-from minipaged.models.rope import rope_tables
+from minipaged.models.llama import load_llama
 from minipaged.models.source import open_model
-from minipaged.models.weights import load_weights
 from minipaged.ops.base import CacheShape
 from minipaged.ops.reference import ReferenceOps
 from minipaged.settings import EngineSettings
@@ -65,9 +63,7 @@ def reference_logits(model: Path, token_ids: list[int]) -> NDArray[np.float32]:
     """At every position."""
     ops, source = ReferenceOps(), open_model(model)
     config, length = source.config, len(token_ids)
-    llama = Llama(
-        config, load_weights(source.checkpoint, config, ops), ops, ops.load_rope(*rope_tables(config, length))
-    )
+    llama = load_llama(source.checkpoint, config, ops, length)
     shape = CacheShape(1, config.num_layers, config.num_kv_heads, length, config.head_dim)
     batch = make_batch(ops, [TokenSpan(0, 0, token_ids)], np.zeros((1, 1), np.int32), length, range(length))
     return ops.download(llama.logits(llama.forward(batch, ops.allocate_cache(shape, "float32")), batch))

@@ -11,10 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from minipaged.models.config import ModelConfig
-from minipaged.models.llama import Llama
-from minipaged.models.rope import rope_tables
+from minipaged.models.llama import Llama, load_llama
 from minipaged.models.source import open_model
-from minipaged.models.weights import load_weights
 from minipaged.ops.base import CacheShape
 from minipaged.ops.numpy_ops import Array
 from minipaged.ops.reference import Matrix, ReferenceOps
@@ -39,9 +37,7 @@ class Loaded:
     def from_path(cls, path: Path) -> Loaded:
         ops = ReferenceOps()
         source = open_model(path)
-        weights = load_weights(source.checkpoint, source.config, ops)
-        rope = ops.load_rope(*rope_tables(source.config, MAX_MODEL_LEN))
-        return cls(ops, source.config, Llama(source.config, weights, ops, rope))
+        return cls(ops, source.config, load_llama(source.checkpoint, source.config, ops, MAX_MODEL_LEN))
 
     def new_cache(self, num_blocks: int, block_size: int) -> Array:
         shape = CacheShape(

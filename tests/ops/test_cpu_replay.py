@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minipaged.models.llama import Llama
-from minipaged.models.rope import rope_tables
+from minipaged.models.llama import Llama, load_llama
 from minipaged.models.source import open_model
-from minipaged.models.weights import load_weights
 from minipaged.ops.base import Batch, CacheShape
 from minipaged.ops.cpu import CpuOps
 from minipaged.ops.cpu_packing import PackedMatrix
@@ -35,9 +33,7 @@ class Machine:
         self.ops = CpuOps(num_threads)
         source = open_model(path)
         self.config = source.config
-        weights = load_weights(source.checkpoint, source.config, self.ops)
-        rope = self.ops.load_rope(*rope_tables(source.config, MAX_MODEL_LEN))
-        self.llama: Llama[Array, PackedMatrix] = Llama(source.config, weights, self.ops, rope)
+        self.llama: Llama[Array, PackedMatrix] = load_llama(source.checkpoint, source.config, self.ops, MAX_MODEL_LEN)
         shape = CacheShape(
             NUM_ROWS * COLUMNS, source.config.num_layers, source.config.num_kv_heads, BLOCK_SIZE, source.config.head_dim
         )
