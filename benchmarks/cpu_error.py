@@ -19,7 +19,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import typer
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from benchmarks.docs import replace_block
 from benchmarks.peers.prompts import Prompts
-from minipaged.config import DeviceName, EngineConfig
+from minipaged.config import EngineConfig
 from minipaged.devices import with_device
 from minipaged.models.hub import default_model_path
 from minipaged.models.llama import load_llama
@@ -53,7 +53,7 @@ class Errors:
     perplexity: float
 
 
-def minipaged_logits(source: ModelSource, device: DeviceName, token_ids: Sequence[int]) -> Logits:
+def minipaged_logits(source: ModelSource, device: Literal["cpu", "reference"], token_ids: Sequence[int]) -> Logits:
     """Through the model itself, without an engine."""
 
     def compute(ops: Ops[Array, Weight]) -> Logits:
@@ -131,17 +131,14 @@ def to_markdown(errors: dict[str, Errors]) -> str:
 
 
 def main(
-    device: Annotated[DeviceName, typer.Option(help="Of the engine that is compared.")] = "cpu",
     positions: int = 512,
     docs: Annotated[bool, typer.Option(help="Write the table into docs/performance.md.")] = False,
 ) -> None:
-    """Compare logits with those of the reference."""
+    """Compare the CPU's logits with those of the reference."""
     source = open_model(default_model_path())
     token_ids = Prompts(source).cut(positions)
     truth = minipaged_logits(source, "reference", token_ids)
-    engines: dict[str, Callable[[], Logits]] = {
-        f"minipaged, {device}": lambda: minipaged_logits(source, device, token_ids)
-    }
+    engines: dict[str, Callable[[], Logits]] = {"minipaged, cpu": lambda: minipaged_logits(source, "cpu", token_ids)}
     if importlib.util.find_spec("llama_cpp"):
         engines["llama_cpp"] = lambda: llama_cpp_logits(source, token_ids)
     errors = {"reference, float32": compare(truth, truth, token_ids)}
