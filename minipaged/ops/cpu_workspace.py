@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import weakref
-from bisect import insort
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+
+from minipaged.ops.free_spans import FreeSpans
 
 ALIGNMENT = 64
 
@@ -27,7 +28,7 @@ class Span:
 
 
 class Workspace:
-    """Hands out pieces, first fit: the same requests in the same order get the same places."""
+    """Hands out pieces: the same requests in the same order get the same places."""
 
     def __init__(self, num_bytes: int) -> None:
         self._allocate(num_bytes)
@@ -40,8 +41,7 @@ class Workspace:
 
     def reset(self) -> None:
         """Everything is free; what was handed out before must not be used again."""
-        self._epoch = object()
-        self._free = [(0, len(self._memory))]
+        self._free = FreeSpans(len(self._memory))
 
     def grow(self) -> None:
         """Twice the memory, everything free. Addresses handed out before are void."""
@@ -52,23 +52,10 @@ class Workspace:
         dtype = np.dtype(dtype)
         count = math.prod(shape)
         size = -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        for index, (start, end) in enumerate(self._free):
-            if end - start >= size:
-                self._free[index] = (start + size, end)
-                span = Span(self._memory[start : start + size])
-                weakref.finalize(span, self._give_back, start, start + size, self._epoch)
-                flat = np.asarray(span).view(dtype)
-                return flat[:count].reshape(shape)
-        raise WorkspaceFullError
-
-    def _give_back(self, start: int, end: int, epoch: object) -> None:
-        if epoch is not self._epoch:
-            return
-        insort(self._free, (start, end))
-        merged: list[tuple[int, int]] = []
-        for piece in self._free:
-            if merged and merged[-1][1] == piece[0]:
-                merged[-1] = (merged[-1][0], piece[1])
-            elif piece[0] < piece[1]:
-                merged.append(piece)
-        self._free = merged
+        start = self._free.take(size)
+        if start is None:
+            raise WorkspaceFullError
+        span = Span(self._memory[start : start + size])
+        weakref.finalize(span, self._free.give_back, start, start + size)
+        flat = np.asarray(span).view(dtype)
+        return flat[:count].reshape(shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from math import prod
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from minipaged.ops.cuda_memory import CudaMemory
+from minipaged.ops.free_spans import FreeSpans
 
 if TYPE_CHECKING:
     import cupy
@@ -33,7 +33,7 @@ class Span:
 
 
 class Workspace:
-    """Hands out pieces, first fit: the same requests in the same order get the same addresses.
+    """Hands out pieces: the same requests in the same order get the same addresses.
 
     A piece that is free again may still be read by work that was launched before; as all work that uses the workspace
     is on one stream, what is written there next is written afterwards.
@@ -66,28 +66,24 @@ class Workspace:
     def reset(self) -> None:
         """Everything is free; arrays handed out before must not be used again."""
         self._returned: deque[tuple[int, int]] = deque()
-        self._free = [(0, self._size)]
+        self._free = FreeSpans(self._size)
 
     def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> cupy.ndarray:
         """An array, its content undefined. Raises `WorkspaceFullError`."""
         self._collect()
         size = _aligned_size(shape, dtype)
-        for index, (start, end) in enumerate(self._free):
-            if end - start >= size:
-                self._free[index] = (start + size, end)
-                self._highest = max(self._highest, start + size)
-                return self._array(start, size, shape, dtype)
-        raise WorkspaceFullError
+        start = self._free.take(size)
+        if start is None:
+            raise WorkspaceFullError
+        self._highest = max(self._highest, start + size)
+        return self._array(start, size, shape, dtype)
 
     def take_again(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> cupy.ndarray:
         """The array that was handed out at this address; its place must be free."""
         self._collect()
-        size = _aligned_size(shape, dtype)
-        wanted = address - self._address
-        index = next(index for index, (start, end) in enumerate(self._free) if start <= wanted and wanted + size <= end)
-        start, end = self._free[index]
-        self._free[index : index + 1] = [(start, wanted), (wanted + size, end)]
-        return self._array(wanted, size, shape, dtype)
+        size, start = _aligned_size(shape, dtype), address - self._address
+        self._free.take_at(start, size)
+        return self._array(start, size, shape, dtype)
 
     def _array(self, start: int, size: int, shape: tuple[int, ...], dtype: DTypeLike) -> cupy.ndarray:
         span = Span()
@@ -98,14 +94,7 @@ class Workspace:
     def _collect(self) -> None:
         """Pieces that were given back are free."""
         while self._returned:
-            insort(self._free, self._returned.popleft())
-            merged: list[tuple[int, int]] = []
-            for piece in self._free:
-                if merged and merged[-1][1] == piece[0]:
-                    merged[-1] = (merged[-1][0], piece[1])
-                elif piece[0] < piece[1]:
-                    merged.append(piece)
-            self._free = merged
+            self._free.give_back(*self._returned.popleft())
 
 
 def _aligned_size(shape: tuple[int, ...], dtype: DTypeLike) -> int:
