@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from minipaged.ops.cuda import HEAD_DIMS
 from tests.batches import shuffled_tables
 from tests.cuda.emulated import Argument, Execution, Order, load
 from tests.cuda.toolchain import CUDA
@@ -20,7 +21,6 @@ SPLIT = 64
 
 NUM_LAYERS = 2
 LAYER = 1
-HEAD_DIMS = (64, 80, 96, 128, 256)
 ELEMENTS = {"__half": np.dtype(np.float16), "__nv_bfloat16": np.dtype(ml_dtypes.bfloat16)}
 TOLERANCES = {"__half": 2e-3, "__nv_bfloat16": 1.6e-2}
 """Of weights and results rounded to the type, for values of about 1."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from minipaged.ops.base import Batch
+from minipaged.ops.cuda import HEAD_DIMS
 from minipaged.ops.reference import ReferenceOps
 from tests.cuda.emulated import Execution, Order
 from tests.cuda.kernels import ELEMENTS, Array, Kernels, vectors_of
@@ -21,7 +22,6 @@ TOLERANCES = {"__half": 2e-3, "__nv_bfloat16": 1.6e-2, "float": 1e-5}
 
 SEEDS = st.integers(0, 2**32 - 1)
 TOKENS = st.integers(1, 5)
-HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
 @pytest.fixture(scope="module", params=ELEMENTS)

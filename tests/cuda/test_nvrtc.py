@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from minipaged.ops.cuda import HEAD_DIMS
 from minipaged.ops.nvrtc import NvrtcError
 from tests.cuda.kernels import ELEMENTS
 from tests.cuda.nvrtc import ARCHITECTURES, budgets, compile_for
 from tests.cuda.toolchain import CUDA
 
 FILES = sorted(CUDA.glob("*.cu"))
-HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
 def variants(source: str) -> list[list[str]]:

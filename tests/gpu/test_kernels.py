@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.gpu.parts.kernel_errors import run
 from benchmarks.gpu.sizes import TINY, llama
-
-HEAD_DIMS = (64, 80, 96, 128, 256)
+from minipaged.ops.cuda import HEAD_DIMS
 
 
 @settings(max_examples=40)
