@@ -39,7 +39,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         prompt_tail = self._last_bytes(prompt_ids)
-        self._decoder.decode(prompt_tail)
+        self._decode(prompt_tail)
         self._drop_space = tokenizer.adds_space_prefix and not prompt_tail
         self._matcher = StopMatcher(stop) if stop else None
         self._unmatched_tokens = min_tokens
@@ -51,7 +51,7 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Take the next token; return the text that may be shown now, often all of its own, maybe none."""
-        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        text = self._decode(self._tokenizer.token_bytes(token_id))
         if self._drop_space and text:
             self._drop_space = False
             text = text.removeprefix(" ")
@@ -68,6 +68,13 @@ class TextStream:
         if self._matcher is None:
             return text
         return self._matcher.feed(text) + self._matcher.finish()
+
+    def _decode(self, data: bytes) -> str:
+        text = self._decoder.decode(data)
+        unfinished, _ = self._decoder.getstate()
+        if unfinished[:1] == b"\xed" and unfinished[1:] >= b"\xa0":  # a surrogate, for whose end Python would wait
+            text += self._decoder.decode(b"", final=True)
+        return text
 
     def _last_bytes(self, ids: Sequence[int]) -> bytes:
         """At least the last three bytes of `ids`, or all: no unfinished character of UTF-8 is longer.

@@ -3,7 +3,7 @@ from __future__ import annotations
 import codecs
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minipaged.text.stop import StopStrings
@@ -18,6 +18,8 @@ token_ids = st.lists(
     st.one_of(st.integers(0, 260), st.integers(0, 899), st.sampled_from([-1, 900, 2**31, 2**40, -(2**70)])),
     max_size=30,
 )
+SURROGATE = [240, 163]
+"""In a SentencePiece vocabulary the first two bytes of a surrogate, which is no character."""
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=40)
 
 
@@ -40,6 +42,7 @@ def unfinished_character(data: bytes) -> bytes:
 
 
 @each_kind
+@example(prompt=SURROGATE, ids=[])
 @given(prompt=token_ids, ids=token_ids)
 def test_joined_deltas_are_the_full_decode_less_the_prompt(kind: str, prompt: list[int], ids: list[int]) -> None:
     encoder = tokenizer(kind)
@@ -55,6 +58,7 @@ def test_joined_deltas_are_the_full_decode_less_the_prompt(kind: str, prompt: li
 
 
 @each_kind
+@example(ids=SURROGATE)
 @given(ids=token_ids)
 def test_every_delta_is_shown_as_early_as_it_can_be(kind: str, ids: list[int]) -> None:
     encoder = tokenizer(kind)
