@@ -10,13 +10,14 @@ import numpy as np
 
 from minipaged.ops.base import Batch
 from minipaged.ops.cuda_batch import DeviceBatch
-from minipaged.ops.cuda_errors import cuda_errors
+from minipaged.ops.cuda_errors import cuda_errors, error_classes, is_out_of_memory
 from minipaged.ops.cuda_workspace import Workspace, WorkspaceFullError
 
 if TYPE_CHECKING:
     import cupy
 
     Function = Callable[[Batch[cupy.ndarray]], cupy.ndarray]
+    Key = tuple[Function, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +40,32 @@ class Graphs:
     def __init__(self, stream: cupy.cuda.Stream, workspace: Workspace) -> None:
         self._stream = stream
         self._workspace = workspace
-        self._captured: dict[tuple[Function, int, int], _Captured | None] = {}
+        self._launched: set[Key] = set()
+        self._captured: dict[Key, _Captured | None] = {}
+        """None: that cannot be captured."""
         self.is_capturing = False
 
     def run(self, function: Function, batch: DeviceBatch, num_sequences: int) -> cupy.ndarray | None:
-        """What the function returns for the first sequences of the batch; None: not captured, call it.
+        """What the function returns for the first sequences of the batch; None: there is no graph, call it.
 
         The result is in the workspace, valid until that is reset.
         """
         key = (function, len(batch.batch.rows), batch.num_splits)
-        if key not in self._captured:
-            self._captured[key] = None
+        if key not in self._launched:
+            self._launched.add(key)
             return None
-        captured = self._captured[key]
         self._workspace.reset()
+        if key not in self._captured:
+            self._captured[key] = self._capture(function, batch.batch)
+        captured = self._captured[key]
         if captured is None:
-            captured = self._capture(function, batch.batch)
-            if captured is None:
-                return None
-            self._captured[key] = captured
+            return None
         with cuda_errors("launch a graph"):
             captured.graph.launch(self._stream)
         return self._workspace.take_again(captured.address, (num_sequences, *captured.shape[1:]), captured.dtype)
 
     def _capture(self, function: Function, batch: Batch[cupy.ndarray]) -> _Captured | None:
-        """None if the workspace is too small, though one by one the kernels may find memory elsewhere."""
+        """None if memory is short: one by one the kernels need none of a graph's own, and may find theirs elsewhere."""
         with cuda_errors("capture a graph"):
             self._stream.begin_capture()
             self.is_capturing = True
@@ -73,16 +75,25 @@ class Graphs:
                 output = None
             finally:
                 self.is_capturing = False
-                graph = self._stream.end_capture()
-        if output is None:
+                graph = self._end_capture()
+        if output is None or graph is None:
             return None
         captured = _Captured(graph, output.data.ptr, output.shape, output.dtype)
         del output
         self._workspace.reset()
         return captured
 
+    def _end_capture(self) -> cupy.cuda.Graph | None:
+        try:
+            return self._stream.end_capture()
+        except error_classes() as error:
+            if is_out_of_memory(error):
+                return None
+            raise
+
     def close(self) -> None:
         """Forget all of them."""
+        self._launched.clear()
         self._captured.clear()
 
 

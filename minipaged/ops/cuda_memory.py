@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
+from contextlib import suppress
 from math import prod
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from minipaged.ops.cuda_errors import cuda_errors
+from minipaged.ops.cuda_errors import HOST_MEMORY, cuda_errors, error_classes
 
 if TYPE_CHECKING:
     import cupy
 
 
 class CudaMemory:
-    """Allocations that live until `close`, which frees them whatever array still refers to them."""
+    """Allocations that live until `close`, which frees them whatever array still refers to them.
+
+    Those of an engine that nobody closed go with this object.
+    """
 
     def __init__(self) -> None:
         import cupy
@@ -25,6 +31,8 @@ class CudaMemory:
         self._device_id: int = cupy.cuda.runtime.getDevice()
         self._device: list[int] = []
         self._pinned: list[int] = []
+        lost = (cupy.cuda.runtime, self._device, self._pinned, error_classes())
+        weakref.finalize(self, _free_lost, *lost).atexit = False
 
     def available(self) -> tuple[int, int]:
         """Free and total bytes of the device; other programs use it too."""
@@ -48,16 +56,25 @@ class CudaMemory:
 
     def allocate_pinned(self, num_bytes: int, what: str) -> NDArray[np.uint8]:
         """Page-locked memory of the host, which copies run at full speed from and to, its content undefined."""
-        with cuda_errors(f"lock {num_bytes} bytes of host memory for {what}"):
+        with cuda_errors(f"lock {num_bytes} bytes of host memory for {what}", HOST_MEMORY):
             address = self._cupy.cuda.runtime.hostAlloc(max(1, num_bytes), 0)
         self._pinned.append(address)
         return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
     def close(self) -> None:
         """Free everything; no work that uses it may be under way. Idempotent. Raises CUDA's errors as they are."""
-        runtime = self._cupy.cuda.runtime
-        while self._device:
-            runtime.free(self._device.pop())
-        while self._pinned:
-            runtime.freeHost(self._pinned.pop())
+        _free(self._cupy.cuda.runtime, self._device, self._pinned)
         self._cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _free(runtime: ModuleType, device: list[int], pinned: list[int]) -> None:
+    """Device memory first: that waits for copies from and to the host's."""
+    while device:
+        runtime.free(device.pop())
+    while pinned:
+        runtime.freeHost(pinned.pop())
+
+
+def _free_lost(runtime: ModuleType, device: list[int], pinned: list[int], errors: tuple[type[Exception], ...]) -> None:
+    with suppress(*errors):
+        _free(runtime, device, pinned)

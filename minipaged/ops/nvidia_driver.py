@@ -10,6 +10,8 @@ from minipaged.errors import DeviceError
 
 NO_DEVICE = 100
 """CUDA_ERROR_NO_DEVICE"""
+NOT_INITIALIZED = 3
+"""CUDA_ERROR_NOT_INITIALIZED: what cuInit says in a process forked from one that has called it."""
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_..."""
 
@@ -81,7 +83,10 @@ def _check(driver: ctypes.CDLL, status: int) -> None:
         text = ctypes.c_char_p()
         driver.cuGetErrorString(status, ctypes.byref(text))
         said = text.value.decode(errors="replace") if text.value else "unknown error"
-        raise DeviceError(
-            f"The NVIDIA driver does not work: {said} (error {status}). nvidia-smi may say more; a driver that was "
-            "updated needs a restart of the machine."
-        )
+        advice = "nvidia-smi may say more; a driver that was updated needs a restart of the machine."
+        if status == NOT_INITIALIZED:
+            advice = (
+                "A process that was forked from one that has used CUDA cannot use it; "
+                'start it by multiprocessing\'s "spawn", or use CUDA only after the fork.'
+            )
+        raise DeviceError(f"The NVIDIA driver does not work: {said} (error {status}). {advice}")

@@ -69,6 +69,7 @@ class Gpu:
         memory_bytes: int = 64 << 20,
         checked: bool = False,
         deferred: bool = True,
+        most_pinned_bytes: int = 1 << 30,
         execution: Execution | None = None,
     ) -> None:
         self.compute_capability = compute_capability
@@ -87,6 +88,7 @@ class Gpu:
         """Allocated without the pool."""
         self.pinned: dict[int, int] = {}
         """Sizes of page-locked host memory by address."""
+        self._most_pinned_bytes = most_pinned_bytes
         self._locked: dict[int, Bytes] = {}
         self.default_queue = Queue()
         self.queues = [self.default_queue]
@@ -150,6 +152,8 @@ class Gpu:
 
     def lock_memory(self, size: int) -> int:
         """cudaHostAlloc: page-locked memory, poisoned."""
+        if sum(self.pinned.values()) + size > self._most_pinned_bytes:
+            raise CudaError("cudaErrorMemoryAllocation: out of memory")
         memory = np.full(size, POISON, np.uint8)
         address: int = memory.ctypes.data
         self.pinned[address] = size

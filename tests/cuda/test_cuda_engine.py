@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +35,7 @@ from tests.company import TOGETHER, Recorder, check_company, random_jobs
 from tests.cuda.fake_cupy import Function
 from tests.cuda.fake_gpu import CudaError, Gpu
 from tests.cuda.imaginary import imaginary_gpu
-from tests.engines import tiny_engine
+from tests.engines import minipaged_threads, tiny_engine
 from tests.test_engine_random import SETTINGS, one_request
 from tests.tiny import write_tiny_model
 
@@ -192,6 +194,23 @@ def test_a_gpu_that_is_too_small_is_a_device_error_and_nothing_is_left(model: Pa
 
     anyio.run(main)
     assert gpu.unpooled_bytes == 0
+
+
+def test_an_engine_that_nobody_closes_frees_the_gpu_when_it_is_lost(model: Path, gpu: Gpu) -> None:
+    async def main() -> None:
+        engine = Engine.load(model, device="cuda", num_blocks=20, swap_blocks=4)
+        await engine.start()
+        await engine.generate([5, 6], SamplingParams(max_tokens=3, ignore_eos=True)).completion()
+        assert gpu.unpooled_bytes > 0
+        assert gpu.pinned
+
+    anyio.run(main)
+    gc.collect()
+    while minipaged_threads():  # one may have been in a step that had been queued already
+        time.sleep(0.001)
+        gc.collect()
+    gc.collect()
+    assert (gpu.unpooled_bytes, gpu.pinned) == (0, {})
 
 
 def test_a_gpu_that_fails_is_the_end_of_the_engine(model: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,6 +193,30 @@ def test_a_graph_has_no_more_splits_than_the_longest_sequence(model: Path, monke
             np.testing.assert_allclose(made.ops.download(result), expected, rtol=0, atol=TOLERANCES["float16"])
 
 
+def test_a_decode_for_whose_graph_there_is_no_memory_goes_on_without(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not tried again. Other errors are the end."""
+    captures: list[str] = []
+
+    def fail(stream: Stream) -> None:
+        captures.append(message)
+        stream.queue.captured = None
+        raise CudaError(message)
+
+    monkeypatch.setattr(Stream, "end_capture", fail)
+    message = "cudaErrorMemoryAllocation: out of memory"
+    with machine(model) as (made, _):
+        for length in range(4):
+            result, expected = run(made, [TokenSpan(row, length, [row + 5]) for row in range(3)])
+            np.testing.assert_allclose(made.ops.download(result), expected, rtol=0, atol=TOLERANCES["float16"])
+        assert captures == [message]
+        message = "cudaErrorStreamCaptureInvalidated: the capture was invalidated"
+        run(made, [TokenSpan(0, 4, [5])])
+        with pytest.raises(DeviceError, match=r"could not capture a graph: cudaErrorStreamCaptureInvalidated"):
+            run(made, [TokenSpan(0, 5, [5])])
+
+
 def test_a_graph_keeps_its_own_place_when_others_run_between(model: Path) -> None:
     """The result of a graph lives until the next step, whatever is computed from it."""
     with machine(model) as (made, _):
@@ -406,6 +430,9 @@ def test_too_little_memory_is_a_device_error_that_says_what_to_do(model: Path) -
             made.ops.allocate_cache(replace(made.shape, num_blocks=10**6), "float16")
         with pytest.raises(DeviceError, match=advice):
             made.ops.load_matrix([float_tensor("F16", np.ones((1 << 13, 1 << 12)))])
+        advice = r"The GPU could not lock \d+ bytes of host memory for 1000000 swapped.* Give a smaller swap_memory"
+        with pytest.raises(DeviceError, match=advice):
+            made.ops.allocate_host_cache(replace(made.shape, num_blocks=10**6), "float16")
 
 
 def test_a_failed_launch_is_a_device_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

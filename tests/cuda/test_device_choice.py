@@ -83,6 +83,10 @@ def unexplained_driver(patch: Patch) -> None:
     use_fake_driver(patch, FakeDriver(init_status=999))
 
 
+def forked_process(patch: Patch) -> None:
+    use_fake_driver(patch, FakeDriver(init_status=3))
+
+
 def old_driver(patch: Patch) -> None:
     use_fake_driver(patch, FakeDriver(version=11040))
 
@@ -125,6 +129,7 @@ def no_headers(patch: Patch) -> None:
 BROKEN: dict[Callable[[Patch], None], str] = {
     broken_driver: r"driver does not work: system has unsupported driver \(error 803\)",
     unexplained_driver: r"driver does not work: unknown error \(error 999\)",
+    forked_process: r"\(error 3\)\. A process that was forked from one that has used CUDA cannot use it",
     old_driver: r"driver is too old: it takes code of CUDA 11\.4.*Update the driver",
     driver_older_than_cupy: r"takes code of CUDA 12\.4, but CuPy .* CUDA 13.*pip install 'minipaged\[cuda12\]'",
     old_gpu: r"compute capability 7\.5; minipaged's kernels need 8\.0",
