@@ -166,8 +166,9 @@ class StepBuffer:
     def _padded(self, arrays: dict[str, NDArray[np.generic]], size: int) -> dict[str, NDArray[np.generic]]:
         count = size - len(arrays["rows"])
         filling = np.arange(size - count, size)
+        slots = np.arange(count) % self._block_size  # no two write to the same place, if it has as many
         fill = {
-            "slots": np.full(count, self._scratch_block * self._block_size),
+            "slots": self._scratch_block * self._block_size + slots,
             "token_ids": np.zeros(count),
             "positions": np.zeros(count),
             "query_starts": filling + 1,

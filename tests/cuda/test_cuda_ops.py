@@ -82,9 +82,14 @@ def model_with_norms(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def machine(
-    model: Path, *, element: Dtype = "float16", graphs: bool = True, max_model_len: int = MAX_MODEL_LEN
+    model: Path,
+    *,
+    element: Dtype = "float16",
+    graphs: bool = True,
+    max_model_len: int = MAX_MODEL_LEN,
+    checked: bool = False,
 ) -> Iterator[tuple[Machine, Gpu]]:
-    with imaginary_gpu(Gpu(memory_bytes=48 << 20)) as gpu:
+    with imaginary_gpu(Gpu(memory_bytes=48 << 20, checked=checked)) as gpu:
         made = Machine(model, element=element, graphs=graphs, max_model_len=max_model_len, num_blocks=NUM_BLOCKS)
         yield made, gpu
         made.ops.close()
@@ -171,7 +176,7 @@ def test_a_decode_is_captured_the_second_time_and_fills_up_with_tokens_that_touc
         launch(graph, stream)
 
     monkeypatch.setattr(Graph, "launch", note)
-    with machine(model) as (made, _):
+    with machine(model, checked=True) as (made, _):
         for length, count in enumerate((5, 6, 5, 9, 11)):  # graphs of 8, 8, 8, 12 and 12 sequences
             result, expected = run(made, [TokenSpan(row, length, [row + 5]) for row in range(count)])
             assert result.shape == expected.shape
