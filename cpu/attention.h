@@ -1,13 +1,13 @@
 /* Causal attention of every token over its sequence's positions 0..p (the last `window` of them) in the paged cache.
  *
- * input: q [rows, in_stride], head h at h * head_dim; output [rows, query heads * head_dim]. A piece of work is a KV head
- * and up to QUERIES tokens of one sequence; its rows are those tokens' query heads. K is [head_dim, block_size] in its
- * block: a vector's lanes are positions, and scores need no sum across lanes. V is [block_size, head_dim].
+ * input: q [rows, in_stride], head h at h * head_dim; output [rows, query heads * head_dim]. A piece of work is a KV
+ * head and up to QUERIES tokens of one sequence; its rows are those tokens' query heads. K is [head_dim, block_size] in
+ * its block: a vector's lanes are positions, and scores need no sum across lanes. V is [block_size, head_dim].
  *
- * Online softmax (arXiv:2205.14135), tile after tile of SPAN positions counted from position 0. Up to ROWS rows go through
- * a tile together, so that what is loaded of K and V serves all of them from registers. Each row's numbers come from its own
- * row alone, in order of position: a token goes through the same operations in prefill and in decode, whoever shares its
- * piece of work. Slots that a row does not see are never read as numbers for it.
+ * Online softmax (arXiv:2205.14135), tile after tile of SPAN positions counted from position 0. Up to ROWS rows go
+ * through a tile together, so that what is loaded of K and V serves all of them from registers. Each row's numbers come
+ * from its own row alone, in order of position: a token goes through the same operations in prefill and in decode,
+ * whoever shares its piece of work. Slots that a row does not see are never read as numbers for it.
  *
  * Bytes moved: a sequence's K and V once for every QUERIES tokens; 4 * head_dim operations per row and position.
  */
@@ -17,14 +17,15 @@
 #include "rows.h"
 
 enum { QUERIES = 8, HEADS = 8, ROWS = 4, SPAN = 64, MAX_HEAD_DIM = 256, MAX_BLOCK = 64 };
-enum { MAX_SCORES = (SPAN + 1) * LANES }; /* blocks of a single position take a vector each; 1 keeps rows off one cache set */
+/* Blocks of a single position take a vector each; the one more keeps rows off one cache set. */
+enum { MAX_SCORES = (SPAN + 1) * LANES };
 
 /* What a row has come to after the tiles so far. */
 typedef struct {
     const float *query;
-    float *acc;     /* [head_dim]: weighted sum of V, in the output */
-    vfloat total;   /* of the weights, one sum per lane */
-    float largest;  /* score */
+    float *acc;         /* [head_dim]: weighted sum of V, in the output */
+    vfloat total;       /* of the weights, one sum per lane */
+    float largest;      /* score */
     int from, position; /* sees positions [from, position] */
 } Row;
 
@@ -93,8 +94,8 @@ INLINE void score_rows(const Span *span, Ahead *ahead, int dim, float scale, con
     for (; vector < end; vector++) score_vectors(span, ahead, dim, scale, rows, vector, scores, num_rows, 1, kind);
 }
 
-/* Turn a row's scores of vectors [vector, end) into weights relative to its largest score so far, 0 for positions that it
- * does not see. Returns by how much its sums so far shrink. */
+/* Turn a row's scores of vectors [vector, end) into weights relative to its largest score so far, 0 for positions that
+ * it does not see. Returns by how much its sums so far shrink. */
 INLINE float weigh_row(const Span *span, Row *row, float *scores, int vector, int end) {
     vfloat most = spread(-INFINITY);
     const int first_position = span->base + vector / span->vectors * span->size;
@@ -124,10 +125,11 @@ INLINE float weigh_row(const Span *span, Row *row, float *scores, int vector, in
     return keep;
 }
 
-/* acc += weights * V for the tile's positions [low, high), counted from its first, and `count` vectors of elements, whose
- * sums stay in registers. */
-INLINE void add_vectors(const Span *span, Ahead *ahead, int dim, int element, const Row *rows, float (*weights)[MAX_SCORES],
-                        int low, int high, const int num_rows, const int count, const int kind) {
+/* acc += weights * V for the tile's positions [low, high), counted from its first, and `count` vectors of elements,
+ * whose sums stay in registers. */
+INLINE void add_vectors(const Span *span, Ahead *ahead, int dim, int element, const Row *rows,
+                        float (*weights)[MAX_SCORES], int low, int high, const int num_rows, const int count,
+                        const int kind) {
     vfloat sums[ROWS][4];
     for (int r = 0; r < num_rows; r++)
         for (int v = 0; v < count; v++) sums[r][v] = load(rows[r].acc + element + v * LANES);
@@ -140,8 +142,7 @@ INLINE void add_vectors(const Span *span, Ahead *ahead, int dim, int element, co
             for (int v = 0; v < count; v++)
                 value[v] = load_element(span->values[block], (int64_t)j * dim + element + v * LANES, kind);
             for (int r = 0; r < num_rows; r++)
-                for (int v = 0; v < count; v++)
-                    sums[r][v] = fma_(value[v], spread(weights[r][first + j]), sums[r][v]);
+                for (int v = 0; v < count; v++) sums[r][v] = fma_(value[v], spread(weights[r][first + j]), sums[r][v]);
             if (j % 4 == 0) look_ahead(ahead);
         }
     }
@@ -150,8 +151,8 @@ INLINE void add_vectors(const Span *span, Ahead *ahead, int dim, int element, co
 }
 
 /* The same for all elements. */
-INLINE void add_positions(const Span *span, Ahead *ahead, int dim, const Row *rows, float (*weights)[MAX_SCORES], int low, int high,
-                          const int num_rows, const int kind) {
+INLINE void add_positions(const Span *span, Ahead *ahead, int dim, const Row *rows, float (*weights)[MAX_SCORES],
+                          int low, int high, const int num_rows, const int kind) {
     if (low >= high) return;
     const int together = LANES == 8 ? 2 : 4;
     int i = 0;
@@ -167,9 +168,9 @@ INLINE void add_positions(const Span *span, Ahead *ahead, int dim, const Row *ro
             }
 }
 
-/* Positions that all rows see are added for all of them at once; before and after those come each row's own, in order. */
-INLINE void add_rows(const Span *span, Ahead *ahead, int dim, const Row *rows, float (*weights)[MAX_SCORES], const int num_rows,
-                     const int kind) {
+/* Positions that all rows see are added for all of them at once; before and after come each row's own, in order. */
+INLINE void add_rows(const Span *span, Ahead *ahead, int dim, const Row *rows, float (*weights)[MAX_SCORES],
+                     const int num_rows, const int kind) {
     const int num_positions = SPAN / span->size * span->size;
     int low[ROWS], high[ROWS], common_low = 0, common_high = num_positions;
     for (int r = 0; r < num_rows; r++) {
@@ -183,11 +184,13 @@ INLINE void add_rows(const Span *span, Ahead *ahead, int dim, const Row *rows, f
         add_positions(span, ahead, dim, rows + r, weights + r, low[r], has_common ? common_low : high[r], 1, kind);
     if (!has_common) return;
     add_positions(span, ahead, dim, rows, weights, common_low, common_high, num_rows, kind);
-    for (int r = 0; r < num_rows; r++) add_positions(span, ahead, dim, rows + r, weights + r, common_high, high[r], 1, kind);
+    for (int r = 0; r < num_rows; r++)
+        add_positions(span, ahead, dim, rows + r, weights + r, common_high, high[r], 1, kind);
 }
 
 /* One tile for up to ROWS rows. */
-INLINE void attend_rows(const Command *c, const Span *span, Ahead *ahead, Row *rows, const int num_rows, const int kind) {
+INLINE void attend_rows(const Command *c, const Span *span, Ahead *ahead, Row *rows, const int num_rows,
+                        const int kind) {
     const int dim = c->head_dim, size = span->size;
     int from = rows[0].from, to = rows[0].position;
     for (int r = 1; r < num_rows; r++) {
@@ -212,9 +215,9 @@ INLINE void attend_rows(const Command *c, const Span *span, Ahead *ahead, Row *r
 
 typedef void AttendRows(const Command *, const Span *, Ahead *, Row *);
 
-#define ATTEND_ROWS(N, KIND)                                                                                   \
+#define ATTEND_ROWS(N, KIND)                                                                                       \
     static __attribute__((noinline)) void attend_##N##_##KIND(const Command *c, const Span *s, Ahead *a, Row *r) { \
-        attend_rows(c, s, a, r, N, KIND_##KIND);                                                               \
+        attend_rows(c, s, a, r, N, KIND_##KIND);                                                                   \
     }
 ATTEND_ROWS(1, F32) ATTEND_ROWS(2, F32) ATTEND_ROWS(3, F32) ATTEND_ROWS(4, F32)
 ATTEND_ROWS(1, F16) ATTEND_ROWS(2, F16) ATTEND_ROWS(3, F16) ATTEND_ROWS(4, F16)
@@ -257,8 +260,8 @@ INLINE Piece find_piece(const Command *c, int index) {
     for (; index >= sequence_pieces(c, s); s++) index -= sequence_pieces(c, s);
     const int first = batch->query_starts[s] + index / c->num_kv_heads * QUERIES, limit = batch->query_starts[s + 1];
     const int end = first + QUERIES < limit ? first + QUERIES : limit;
-    return (Piece){s, index % c->num_kv_heads, first, end, first_seen(c, batch->positions[first]) / c->block_size,
-                   batch->positions[end - 1] / c->block_size};
+    const int first_block = first_seen(c, batch->positions[first]) / c->block_size;
+    return (Piece){s, index % c->num_kv_heads, first, end, first_block, batch->positions[end - 1] / c->block_size};
 }
 
 /* The tile with the given number, as far as the piece sees it. */
@@ -290,8 +293,8 @@ static void attention(const Command *c, int index, int num_threads) {
                 const int h = piece.head * group + g, position = c->batch->positions[t];
                 float *out = (float *)c->output + ((int64_t)t * c->num_query_heads + h) * dim;
                 memset(out, 0, dim * sizeof(float));
-                rows[count++] = (Row){(const float *)c->input + (int64_t)t * c->in_stride + h * dim, out, spread(0),
-                                      -INFINITY, first_seen(c, position), position};
+                const float *query = (const float *)c->input + (int64_t)t * c->in_stride + h * dim;
+                rows[count++] = (Row){query, out, spread(0), -INFINITY, first_seen(c, position), position};
             }
         Span spans[2];
         const int last = piece.last_block / blocks;
@@ -299,8 +302,10 @@ static void attention(const Command *c, int index, int num_threads) {
         find_span(c, &piece, tile, &spans[now]);
         for (; tile <= last; tile++, now ^= 1) {
             Span *then = &spans[now ^ 1];
-            if (tile < last) find_span(c, &piece, tile + 1, then);
-            else find_span(c, &next, next.first_block / blocks, then);
+            if (tile < last)
+                find_span(c, &piece, tile + 1, then);
+            else
+                find_span(c, &next, next.first_block / blocks, then);
             Ahead ahead = {then, then->first, 0, 0, block_bytes};
             for (int r = 0; r < count; r += ROWS)
                 attend_function(count - r < ROWS ? count - r : ROWS, c->kind)(c, &spans[now], &ahead, rows + r);

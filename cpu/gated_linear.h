@@ -1,8 +1,10 @@
-/* output[t] = silu(x[t] gate.T + bias) * (x[t] up.T + bias), [rows, out], silu(x) = x / (1 + exp(-x)); arXiv:2002.05202.
+/* output[t] = silu(x[t] gate.T + bias) * (x[t] up.T + bias), [rows, out], silu(x) = x / (1 + exp(-x));
+ * arXiv:2002.05202.
  *
- * The weight is the tiles of gate, then those of up (see linear.h), each padded to whole tiles; bias float32 [2 out], the
- * gate's first. A unit of work is a GROUP of output columns: the products stay in the cache, and where a quantised product
- * follows the group is quantised as soon as it is there, so that the wide rows between the two never go to memory.
+ * The weight is the tiles of gate, then those of up (see linear.h), each padded to whole tiles; bias float32 [2 out],
+ * the gate's first. A unit of work is a GROUP of output columns: the products stay in the cache, and where a quantised
+ * product follows the group is quantised as soon as it is there, so that the wide rows between the two never go to
+ * memory.
  */
 #ifndef MINIPAGED_GATED_LINEAR_H
 #define MINIPAGED_GATED_LINEAR_H
@@ -40,20 +42,20 @@ static void gated_linear(const Command *c, int piece, int num_threads) {
     const int units = gated_linear_units(c), share = share_of(units, num_threads);
     const int end = (piece + 1) * share < units ? (piece + 1) * share : units, tiles = (c->out + TILE - 1) / TILE;
     const int64_t bytes = tile_bytes(c->kind, c->in);
-    const int near = (int)(NEAR_BYTES / (2 * GROUP_TILES * bytes)) + 1; /* units that stay in the cache for all tokens */
-    float products[TOKENS][2][GROUP];
+    const int near = (int)(NEAR_BYTES / (2 * GROUP_TILES * bytes)) + 1; /* units that stay cached for all tokens */
+    float products[TOKENS][2][GROUP] = {{{0}}};                         /* the last group may have a tile less */
     Command part = *c;
     part.out = 2 * GROUP;
     part.bias = NULL;
+    part.output = products;
     for (int first = piece * share; first < end; first += near)
         for (int token = 0, tokens; token < c->rows; token += tokens) {
             LinearBlock *block = linear_function(c->rows - token, &tokens);
-            part.output = &products[0][0][0] - (int64_t)token * part.out; /* where token 0 would be */
             for (int unit = first; unit < end && unit < first + near; unit++) {
                 for (int half = 0; half < 2; half++)
                     for (int i = 0; i < GROUP_TILES && unit * GROUP_TILES + i < tiles; i++) {
                         const int tile = half * tiles + unit * GROUP_TILES + i;
-                        block(&part, (const uint8_t *)c->weight + tile * bytes, half * GROUP + i * TILE, token);
+                        block(&part, (const uint8_t *)c->weight + tile * bytes, half * GROUP + i * TILE, token, 0);
                     }
                 const int column = unit * GROUP;
                 finish_group(c, products, column, c->out - column < GROUP ? c->out - column : GROUP, token, tokens);

@@ -10,11 +10,11 @@
  * group, so a group's products are summed exactly, in integers:
  *   sum of x w = x_scale * (scale * (sum of q w) + minimum * (sum of q))
  *
- * A piece of work is some tiles; in a tile, blocks of tokens whose accumulators stay in registers while the weights, unpacked once
- * for all tokens of the block, stream by. Every output is accumulated group after group (or input after input) in one
- * lane, whatever the number of tokens: batch size, neighbours and threads never change a bit.
- * Bytes moved: the matrix once (from the cache for every further block of tokens); one token takes at least
- * bytes / bandwidth, many take rows * in * out products at 64 bytes per instruction where the processor has VNNI.
+ * A piece of work is some tiles; in a tile, blocks of tokens whose accumulators stay in registers while the weights,
+ * unpacked once for all tokens of the block, stream by. Every output is accumulated group after group (or input after
+ * input) in one lane, whatever the number of tokens: batch size, neighbours and threads never change a bit. Bytes
+ * moved: the matrix once (from the cache for every further block of tokens); one token takes at least bytes /
+ * bandwidth, many take rows * in * out products at 64 bytes per instruction where the processor has VNNI.
  */
 #ifndef MINIPAGED_LINEAR_H
 #define MINIPAGED_LINEAR_H
@@ -22,10 +22,10 @@
 #include "command.h"
 #include "simd.h"
 
-enum { PARTS = TILE / LANES };                             /* vectors per 16 output rows */
-enum { TOKENS = LANES == 16 ? 12 : LANES == 8 ? 4 : 2 };   /* tokens of a block: what the registers hold */
-enum { NEAR_BYTES = 256 * 1024 }; /* a part of the second-level cache */
-enum { AHEAD = 6144 };            /* bytes by which weights are asked for before they are needed */
+enum { PARTS = TILE / LANES };                           /* vectors per 16 output rows */
+enum { TOKENS = LANES == 16 ? 12 : LANES == 8 ? 4 : 2 }; /* tokens of a block: what the registers hold */
+enum { NEAR_BYTES = 256 * 1024 };                        /* a part of the second-level cache */
+enum { AHEAD = 6144 }; /* bytes by which weights are asked for before they are needed */
 enum { Q4_BYTES = 64 + 4 * 64, Q8_BYTES = 64 + 8 * 64 };
 
 INLINE int tile_bytes(int kind, int in) {
@@ -37,13 +37,14 @@ INLINE int tile_bytes(int kind, int in) {
     }
 }
 
-/* Write the accumulators of `tokens` tokens to output columns [column, column + LANES), those that exist. */
-INLINE void write_tile(const Command *c, int token, int column, const vfloat *acc, const int tokens) {
+/* Write the accumulators of `tokens` tokens to output rows from `row` on, columns [column, column + LANES), those that
+ * exist. */
+INLINE void write_tile(const Command *c, int row, int column, const vfloat *acc, const int tokens) {
     const int width = c->out - column < LANES ? c->out - column : LANES;
     if (width <= 0) return;
     float bias[LANES] = {0};
     if (c->bias) memcpy(bias, (const float *)c->bias + column, width * sizeof(float));
-    float *out = (float *)c->output + (int64_t)token * c->out + column;
+    float *out = (float *)c->output + (int64_t)row * c->out + column;
     for (int t = 0; t < tokens; t++, out += c->out) {
         const vfloat sum = c->bias ? acc[t] + load(bias) : acc[t];
         if (width == LANES) {
@@ -56,7 +57,7 @@ INLINE void write_tile(const Command *c, int token, int column, const vfloat *ac
     }
 }
 
-INLINE void linear_quantised(const Command *c, const uint8_t *tile, int column, int token, const int part,
+INLINE void linear_quantised(const Command *c, const uint8_t *tile, int column, int token, int row, const int part,
                              const int tokens, const int is_q4) {
     const int groups = c->in / GROUP, bytes = is_q4 ? Q4_BYTES : Q8_BYTES;
     const int8_t *q = c->quantised.q + (int64_t)token * c->in;
@@ -94,11 +95,11 @@ INLINE void linear_quantised(const Command *c, const uint8_t *tile, int column, 
             acc[t] = fma_(__builtin_convertvector(sum, vfloat), scale * spread(scales[at]), acc[t]);
         }
     }
-    write_tile(c, token, column, acc, tokens);
+    write_tile(c, row, column, acc, tokens);
 }
 
-INLINE void linear_float(const Command *c, const uint8_t *tile, int column, int token, const int part, const int tokens,
-                         const int kind) {
+INLINE void linear_float(const Command *c, const uint8_t *tile, int column, int token, int row, const int part,
+                         const int tokens, const int kind) {
     const float *x = (const float *)c->input + (int64_t)token * c->in_stride;
     vfloat acc[TOKENS];
     for (int t = 0; t < tokens; t++) acc[t] = spread(0);
@@ -110,27 +111,28 @@ INLINE void linear_float(const Command *c, const uint8_t *tile, int column, int 
                                       : load_bfloat((const uint16_t *)tile + at);
         for (int t = 0; t < tokens; t++) acc[t] = fma_(w, spread(x[(int64_t)t * c->in_stride + k]), acc[t]);
     }
-    write_tile(c, token, column, acc, tokens);
+    write_tile(c, row, column, acc, tokens);
 }
 
-/* A block of tokens by all output rows of one tile. */
-INLINE void linear_block(const Command *c, const uint8_t *tile, int column, int token, const int tokens) {
+/* Tokens [token, token + tokens) by one tile, to output rows from `row` on and columns from `column` on. */
+INLINE void linear_block(const Command *c, const uint8_t *tile, int column, int token, int row, const int tokens) {
     for (int part = 0; part < PARTS; part++) {
         const int at = column + part * LANES;
         switch (c->kind) {
-        case KIND_Q4: linear_quantised(c, tile, at, token, part, tokens, 1); break;
-        case KIND_Q8: linear_quantised(c, tile, at, token, part, tokens, 0); break;
-        case KIND_F32: linear_float(c, tile, at, token, part, tokens, KIND_F32); break;
-        case KIND_F16: linear_float(c, tile, at, token, part, tokens, KIND_F16); break;
-        case KIND_BF16: linear_float(c, tile, at, token, part, tokens, KIND_BF16); break;
+        case KIND_Q4: linear_quantised(c, tile, at, token, row, part, tokens, 1); break;
+        case KIND_Q8: linear_quantised(c, tile, at, token, row, part, tokens, 0); break;
+        case KIND_F32: linear_float(c, tile, at, token, row, part, tokens, KIND_F32); break;
+        case KIND_F16: linear_float(c, tile, at, token, row, part, tokens, KIND_F16); break;
+        case KIND_BF16: linear_float(c, tile, at, token, row, part, tokens, KIND_BF16); break;
         }
     }
 }
 
 /* One function per number of tokens, so that each has its accumulators in registers. */
-#define LINEAR_TOKENS(N)                                                                                     \
-    static __attribute__((noinline)) void linear_##N(const Command *c, const uint8_t *tile, int column, int token) { \
-        linear_block(c, tile, column, token, N);                                                             \
+#define LINEAR_TOKENS(N)                                                                                             \
+    static __attribute__((noinline)) void linear_##N(const Command *c, const uint8_t *tile, int column, int token,   \
+                                                     int row) {                                                      \
+        linear_block(c, tile, column, token, row, N);                                                                \
     }
 LINEAR_TOKENS(1)
 LINEAR_TOKENS(2)
@@ -144,7 +146,7 @@ LINEAR_TOKENS(8)
 LINEAR_TOKENS(12)
 #endif
 
-typedef void LinearBlock(const Command *, const uint8_t *tile, int column, int token);
+typedef void LinearBlock(const Command *, const uint8_t *tile, int column, int token, int row);
 
 /* The function for as many of the tokens that are left as registers hold; how many goes to `tokens`. */
 INLINE LinearBlock *linear_function(int left, int *tokens) {
@@ -157,7 +159,7 @@ INLINE LinearBlock *linear_function(int left, int *tokens) {
 #elif LANES >= 8
         {4, linear_4},
 #endif
-        {2, linear_2}, {1, linear_1},
+        {2, linear_2},   {1, linear_1},
     };
     int i = 0;
     while (functions[i].tokens > left) i++;
@@ -187,7 +189,7 @@ static void linear(const Command *c, int piece, int num_threads) {
         for (int token = 0, tokens; token < c->rows; token += tokens) {
             LinearBlock *block = linear_function(c->rows - token, &tokens);
             for (int tile = first; tile < end && tile < first + near; tile++)
-                block(c, (const uint8_t *)c->weight + tile * bytes, tile * TILE, token);
+                block(c, (const uint8_t *)c->weight + tile * bytes, tile * TILE, token, token);
         }
 }
 

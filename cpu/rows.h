@@ -1,8 +1,8 @@
 /* Operations on single rows (tokens): embedding, normalisation, quantisation, rotation.
  *
- * A piece of work is a whole row t, so that its result never depends on the others. Where the row's consumer is a
- * quantised product, whoever makes a row also quantises it, which saves a pass and a loop, and does not write it as floats
- * unless somebody reads them.
+ * Each works on a whole row t, so that its result never depends on the others. Where the row's consumer is a quantised
+ * product, whoever makes a row also quantises it, which saves a pass and a loop, and does not write it as floats unless
+ * somebody reads them.
  */
 #ifndef MINIPAGED_ROWS_H
 #define MINIPAGED_ROWS_H
@@ -111,7 +111,8 @@ static void rms_norm(const Command *c, int t) {
     int k = 0;
     for (; k + GROUP <= width; k += GROUP) {
         float *normed = c->output ? out + k : group;
-        for (int i = 0; i < GROUP; i += LANES) store(normed + i, load(x + k + i) * spread(factor) * load(weight + k + i));
+        for (int i = 0; i < GROUP; i += LANES)
+            store(normed + i, load(x + k + i) * spread(factor) * load(weight + k + i));
         if (c->made.q) quantise_group(normed, width, &c->made, t, k / GROUP);
     }
     for (; k < width; k++) out[k] = x[k] * factor * weight[k]; /* rows that are quantised have whole groups */

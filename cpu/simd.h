@@ -232,8 +232,8 @@ INLINE vint dot4(vint acc, vbyte w, int32_t x, const int small) {
 #endif
 }
 
-/* e**x to about 2 units in the last place: 2**n p(r), with x = n ln 2 + r (Cody and Waite) and p of degree 5, which is off
- * by at most 1.1e-7 of the result on |r| <= ln 2 / 2. Underflows to 0 below -87, stays finite above 88; NaN stays NaN. */
+/* e**x to about 2 units in the last place: 2**n p(r), with x = n ln 2 + r (Cody and Waite) and p of degree 5, which is
+ * off by at most 1.1e-7 of the result on |r| <= ln 2 / 2. Underflows to 0 below -87, finite above 88; NaN stays NaN. */
 INLINE vfloat exponential(vfloat x) {
     const vfloat clamped = minimum(spread(88.0f), maximum(spread(-87.0f), x));
     const vfloat rounded = fma_(clamped, spread(1.44269504f), spread(12582912.0f)); /* n in the low bits */
