@@ -59,7 +59,7 @@ LINEAR, LOGITS, GATED = _tiles("", *NARROW), _tiles("_float32", *WIDE), _tiles("
 
 
 def tile_for(num_rows: int, num_columns: int, tiles: tuple[Tile, Tile, Tile], multiprocessors: int) -> Tile:
-    """The quickest for a product of this size: the largest whose blocks give every multiprocessor work."""
+    """For a product of this size: the largest whose blocks give every multiprocessor work."""
     few, some, many = tiles
     if num_rows <= few.rows:
         return few
