@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 from minipaged.errors import ConfigError, DeviceError
 from minipaged.ops import _cpu_kernels
 from minipaged.ops.base import Batch, CacheShape, Dimensions, ElementTypes, Sampled, SamplingBatch
-from minipaged.ops.cpu_packing import GROUP, Kind, PackedMatrix, pack, pack_gate_up
+from minipaged.ops.cpu_packing import GROUP, Arena, Kind, PackedMatrix, pack, pack_gate_up
 from minipaged.ops.cpu_workspace import Span, Workspace, WorkspaceFullError
 from minipaged.ops.numpy_ops import Array, NumpyOps, float32
 from minipaged.ops.philox import uniforms
@@ -115,6 +115,7 @@ class CpuOps(NumpyOps):
             self._team = _cpu_kernels.create_team(num_threads)
         except OSError as error:
             raise DeviceError(f"{error}; give a smaller num_threads.") from error
+        self._arena = Arena()
         self._header = np.zeros(len(HEADER_FIELDS) + 2, np.uint64)
         self._workspace = Workspace(2**20)
         self._scratch = np.empty(0, np.float32)
@@ -135,11 +136,11 @@ class CpuOps(NumpyOps):
 
     def load_matrix(self, tensors: Sequence[HostTensor]) -> PackedMatrix:
         """Packed in its own precision."""
-        return pack(tensors)
+        return pack(tensors, self._arena)
 
     def load_gate_up(self, gate: HostTensor, up: HostTensor) -> PackedMatrix:
         """Packed in its own precision, the gate's rows first."""
-        return pack_gate_up(gate, up)
+        return pack_gate_up(gate, up, self._arena)
 
     def load_rope(self, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> Array:
         """float32 [max_model_len, head_dim]: a row's cosines, then its sines."""

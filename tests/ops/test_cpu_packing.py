@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from minipaged.errors import ModelLoadError
-from minipaged.ops.cpu_packing import Kind, pack
+from minipaged.ops.cpu_packing import CHUNK_BYTES, Arena, Kind, pack
 from minipaged.ops.tensor import HostTensor
 from tests.ops.encoded import FLOATS, HALVES, float_tensor, quantised_tensor, random_tensor
 from tests.ops.unpacked import unpacked
@@ -51,7 +51,7 @@ def tensor_terms(tensor: HostTensor) -> NDArray[np.float64]:
 
 
 def check(tensors: list[HostTensor], kind: Kind) -> None:
-    matrix = pack(tensors)
+    matrix = pack(tensors, Arena())
     assert matrix.kind is kind
     assert matrix.data.ctypes.data % 64 == 0
     expected = np.concatenate([tensor.float32() for tensor in tensors]).astype(np.float64)
@@ -106,7 +106,7 @@ def test_what_float16_cannot_hold_is_an_error(encoding: str) -> None:
     """Each scale is a float16 number; times -8, -16, -128 or a group's own factor it is none any more."""
     tensor = random_tensor(encoding, 5, 256, np.random.default_rng(1), magnitude=60000.0)
     with pytest.raises(ModelLoadError, match=f"{encoding} matrix.*float16.*reference"):
-        pack([random_tensor("Q4_1", 3, 256, np.random.default_rng(1)), tensor])
+        pack([random_tensor("Q4_1", 3, 256, np.random.default_rng(1)), tensor], Arena())
 
 
 @pytest.mark.parametrize("encoding", list(HALVES))
@@ -117,13 +117,13 @@ def test_a_damaged_scale_is_an_error(encoding: str, number: float) -> None:
     start = HALVES[encoding][-1]
     blocks[2, start : start + 2] = np.array([number], np.float16).view(np.uint8)
     with pytest.raises(ModelLoadError, match=f"{encoding} matrix"):
-        pack([quantised_tensor(encoding, blocks)])
+        pack([quantised_tensor(encoding, blocks)], Arena())
 
 
 def test_infinity_and_nan_in_float_weights_are_kept() -> None:
     values = np.array([[np.inf, 1], [-np.inf, np.nan]])
     for encoding in FLOATS:
-        np.testing.assert_array_equal(unpacked(pack([float_tensor(encoding, values)])), values)
+        np.testing.assert_array_equal(unpacked(pack([float_tensor(encoding, values)], Arena())), values)
 
 
 def test_a_constant_group_is_kept() -> None:
@@ -131,3 +131,16 @@ def test_a_constant_group_is_kept() -> None:
     blocks = np.zeros((1, 18), np.uint8)
     blocks[:, :2] = np.array([[0.3]], np.float16).view(np.uint8)
     check([quantised_tensor("IQ4_NL", blocks)], Kind.Q8)
+
+
+def test_what_an_arena_hands_out_is_zero_aligned_and_apart() -> None:
+    arena = Arena()
+    taken = [arena.take(size) for size in (1, 64, 1000, CHUNK_BYTES - 500, 5, CHUNK_BYTES + 1, 3)]
+    for number, piece in enumerate(taken, 1):
+        assert piece.ctypes.data % 64 == 0
+        assert not piece[:1000].any()
+        assert not piece[-1000:].any()
+        piece[:1000] = piece[-1000:] = number
+    for number, piece in enumerate(taken, 1):
+        assert (piece[:1000] == number).all()
+        assert (piece[-1000:] == number).all()
