@@ -234,7 +234,7 @@ INLINE AttendRows *attend_function(int num_rows, int kind) {
 
 /* Pieces are numbered through sequences, their blocks of tokens, and KV heads. */
 typedef struct {
-    int sequence, head;
+    int sequence, number, head;  /* number: among the sequence's pieces */
     int first, end;              /* tokens [first, end) of the step */
     int first_block, last_block; /* that they see, by their place in the table */
 } Piece;
@@ -254,14 +254,17 @@ INLINE int first_seen(const Command *c, int position) {
     return c->window && position >= c->window ? position - c->window + 1 : 0;
 }
 
-INLINE Piece find_piece(const Command *c, int index) {
+/* The piece with the given number, counted from the first of sequence s on; 0 if there are not so many. */
+INLINE int find_piece(const Command *c, int s, int number, Piece *piece) {
     const BatchHeader *batch = c->batch;
-    int s = 0;
-    for (; index >= sequence_pieces(c, s); s++) index -= sequence_pieces(c, s);
-    const int first = batch->query_starts[s] + index / c->num_kv_heads * QUERIES, limit = batch->query_starts[s + 1];
+    for (; s < batch->num_sequences && number >= sequence_pieces(c, s); s++) number -= sequence_pieces(c, s);
+    if (s == batch->num_sequences) return 0;
+    const int first = batch->query_starts[s] + number / c->num_kv_heads * QUERIES, limit = batch->query_starts[s + 1];
     const int end = first + QUERIES < limit ? first + QUERIES : limit;
     const int first_block = first_seen(c, batch->positions[first]) / c->block_size;
-    return (Piece){s, index % c->num_kv_heads, first, end, first_block, batch->positions[end - 1] / c->block_size};
+    const int last_block = batch->positions[end - 1] / c->block_size;
+    *piece = (Piece){s, number, number % c->num_kv_heads, first, end, first_block, last_block};
+    return 1;
 }
 
 /* The tile with the given number, as far as the piece sees it. */
@@ -281,9 +284,9 @@ INLINE void find_span(const Command *c, const Piece *piece, int tile, Span *span
 
 static void attention(const Command *c, int index, int num_threads) {
     const int dim = c->head_dim, group = c->num_query_heads / c->num_kv_heads, blocks = SPAN / c->block_size;
-    const Piece piece = find_piece(c, index);
-    const int has_next = index + num_threads < attention_pieces(c); /* most likely this thread's */
-    const Piece next = has_next ? find_piece(c, index + num_threads) : piece;
+    Piece piece, next; /* next: most likely this thread's */
+    find_piece(c, 0, index, &piece);
+    if (!find_piece(c, piece.sequence, piece.number + num_threads, &next)) next = piece;
     const int block_bytes = c->block_size * dim * (c->kind == KIND_F32 ? 4 : 2);
     Row rows[QUERIES * HEADS];
     for (int g0 = 0; g0 < group; g0 += HEADS) { /* so many query heads at a time that `rows` is bounded */
