@@ -139,7 +139,6 @@ class CudaOps:
     ) -> None:
         """The forward passes of a step with the most tokens and of a decode with the most sequences are tried out."""
         self._steps = StepBuffer(self._memory, self._kernels, self._stream, limits, shape.block_size)
-        self._most_splits = -(-limits.max_model_len // self._kernels.kv_split)
         cache = self._memory.array(NO_MEMORY, (1, *_block_shape(shape)), self._dtype, None)
 
         def run(num_tokens: int) -> None:
@@ -320,7 +319,7 @@ class CudaOps:
         step = self._described(batch)
         tile = self._kernels.attention_decode if step.is_decode else self._kernels.attention_any
         group, num_splits, num_sequences = num_query_heads // num_kv_heads, step.num_splits, len(batch.rows)
-        most_partials = max(MOST_PARTIALS, self._most_splits)
+        most_partials = max(MOST_PARTIALS, self._steps.most_splits)
         most = most_partials // num_splits
 
         out = self._take((num_tokens, num_query_heads * head_dim), self._dtype)

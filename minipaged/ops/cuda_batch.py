@@ -79,7 +79,8 @@ class StepBuffer:
         self._block_size = block_size
         self.limits = limits
         self._width = -(-limits.max_model_len // block_size)
-        self._most_splits = -(-limits.max_model_len // kernels.kv_split)
+        self.most_splits = -(-limits.max_model_len // kernels.kv_split)
+        """That a sequence can have."""
         largest = (limits.max_tokens, limits.max_sequences, limits.max_sequences)
         num_bytes = _layout(largest, MOST_CHANGES).num_bytes
         self._staging = Staging(memory, stream, num_bytes=num_bytes, num_buffers=STEPS_UNDER_WAY)
@@ -100,7 +101,7 @@ class StepBuffer:
         num_tokens, num_sequences, _ = sizes
         starts = np.minimum(np.arange(num_sequences + 1, dtype=np.int32), num_tokens)
         starts[-1] = num_tokens
-        return DeviceBatch(self._views(sizes, _layout(sizes, 0)), starts, self._most_splits)
+        return DeviceBatch(self._views(sizes, _layout(sizes, 0)), starts, self.most_splits)
 
     def send(self, batch: Batch[HostArray], changed: NDArray[np.int64], padded_size: int | None) -> Step:
         """Start the copy, and update the block tables when it has arrived. `padded_size`: of a decode, or None."""
@@ -122,7 +123,7 @@ class StepBuffer:
             layout = _layout(padded_sizes, 0)
             self._decodes[num_tokens, padded_size] = self._views(sizes, layout), self._views(padded_sizes, layout)
         exact, padded = self._decodes[num_tokens, padded_size]
-        padded_splits = min(1 << (num_splits - 1).bit_length(), self._most_splits)  # few values, few graphs
+        padded_splits = min(1 << (num_splits - 1).bit_length(), self.most_splits)  # few values, few graphs
         return Step(
             DeviceBatch(exact, query_starts, num_splits),
             DeviceBatch(padded, np.arange(padded_size + 1, dtype=np.int32), padded_splits),

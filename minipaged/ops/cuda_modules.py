@@ -49,6 +49,12 @@ class CudaModules:
         self._target = self._compiler.target(architecture)
         self._progress = progress
         self._sources = _kernel_folder()
+        self._common = hashlib.sha256()
+        """Of what the code of all sources depends on."""
+        for text in (self._compiler.version, self._target):
+            self._common.update(text.encode() + b"\0")
+        for path in (*sorted(self._sources.glob("*.cuh")), *(self._compiler.include / name for name in HEADERS)):
+            self._common.update(path.read_bytes() + b"\0")
 
     def load(self, sources: Sequence[Source]) -> list[cupy.RawModule]:
         """A module for each source, ready to launch from. What is not on disk is compiled, in parallel.
@@ -107,12 +113,10 @@ class CudaModules:
 
     def _key(self, source: Source) -> str:
         """Names a file by all that its content depends on."""
-        digest = hashlib.sha256()
-        headers = [*sorted(self._sources.glob("*.cuh")), *(self._compiler.include / name for name in HEADERS)]
-        for text in (self._compiler.version, self._target, *source.defines):
-            digest.update(text.encode() + b"\0")
-        for path in (self._path(source), *headers):
-            digest.update(path.read_bytes() + b"\0")
+        digest = self._common.copy()
+        for define in source.defines:
+            digest.update(define.encode() + b"\0")
+        digest.update(self._path(source).read_bytes())
         return f"{source.name}-{digest.hexdigest()[:32]}"
 
     def _options(self, source: Source) -> list[str]:
