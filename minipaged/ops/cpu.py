@@ -271,10 +271,9 @@ class CpuOps(NumpyOps):
 
     def linear(self, x: Array, weight: PackedMatrix, bias: Array | None) -> Array:
         """Integer products for a quantised weight, else float32."""
-        fields, quantised = self._factors(x, weight, bias)
+        fields, _alive = self._factors(x, weight, bias)
         output = self._empty((len(x), weight.out_features))
         self._emit(output, op=LINEAR, out=weight.out_features, **fields)
-        del quantised
         return output
 
     def logits(self, x: Array, head: PackedMatrix) -> Array:
@@ -284,10 +283,8 @@ class CpuOps(NumpyOps):
     def gated_linear(self, x: Array, gate_up: PackedMatrix, bias: Array | None) -> Array:
         """Both products, the activation and, where a quantised product follows, quantisation."""
         width = gate_up.out_features // 2
-        fields, quantised = self._factors(x, gate_up, bias)
-        output = self._emit_rows(self._empty((len(x), width)), op=GATED_LINEAR, out=width, **fields)
-        del quantised
-        return output
+        fields, _alive = self._factors(x, gate_up, bias)
+        return self._emit_rows(self._empty((len(x), width)), op=GATED_LINEAR, out=width, **fields)
 
     def _factors(self, x: Array, weight: PackedMatrix, bias: Array | None) -> tuple[dict[str, int], _Quantised | None]:
         """Fields that describe a product, and what must live until its output has a place."""
