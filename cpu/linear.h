@@ -1,4 +1,5 @@
-/* out[t][o] = sum over k of x[t][k] * w[o][k] + bias[o], float32 [rows, out], for packed w.
+/* out[t][o] = sum over k of x[t][k] * w[o][k] + bias[o] + residual[t][o], float32 [rows, out], for packed w. The
+ * residual is `second`; it or bias may be NULL.
  *
  * Packed matrices, tile after tile of TILE = 16 output rows (the last one padded with zeros), so that a vector's lanes
  * are output rows:
@@ -13,8 +14,9 @@
  * A piece of work is some tiles; in a tile, blocks of tokens whose accumulators stay in registers while the weights,
  * unpacked once for all tokens of the block, stream by. Every output is accumulated group after group (or input after
  * input) in one lane, whatever the number of tokens: batch size, neighbours and threads never change a bit. Bytes
- * moved: the matrix once (from the cache for every further block of tokens); one token takes at least bytes /
- * bandwidth, many take rows * in * out products at 64 bytes per instruction where the processor has VNNI.
+ * moved: the matrix once (from the cache for every further block of tokens), the residual and the output once; one token
+ * takes at least bytes / bandwidth, many take rows * in * out products at 64 bytes per instruction where the processor
+ * has VNNI.
  */
 #ifndef MINIPAGED_LINEAR_H
 #define MINIPAGED_LINEAR_H
@@ -37,24 +39,40 @@ INLINE int tile_bytes(int kind, int in) {
     }
 }
 
+/* The first `width` lanes from memory, zero in the others; and to memory. */
+INLINE vfloat load_lanes(const float *p, int width) {
+    if (width == LANES) return load(p);
+    float lanes[LANES] = {0};
+    memcpy(lanes, p, width * sizeof(float));
+    return load(lanes);
+}
+
+INLINE void store_lanes(float *p, vfloat v, int width) {
+    if (width == LANES) {
+        store(p, v);
+        return;
+    }
+    float lanes[LANES];
+    store(lanes, v);
+    memcpy(p, lanes, width * sizeof(float));
+}
+
 /* Write the accumulators of `tokens` tokens to output rows from `row` on, columns [column, column + LANES), those that
  * exist. */
-INLINE void write_tile(const Command *c, int row, int column, const vfloat *acc, const int tokens) {
+INLINE void write_tile(const Command *c, int row, int column, vfloat *acc, const int tokens) {
     const int width = c->out - column < LANES ? c->out - column : LANES;
     if (width <= 0) return;
-    float bias[LANES] = {0};
-    if (c->bias) memcpy(bias, (const float *)c->bias + column, width * sizeof(float));
-    float *out = (float *)c->output + (int64_t)row * c->out + column;
-    for (int t = 0; t < tokens; t++, out += c->out) {
-        const vfloat sum = c->bias ? acc[t] + load(bias) : acc[t];
-        if (width == LANES) {
-            store(out, sum);
-        } else {
-            float lanes[LANES];
-            store(lanes, sum);
-            memcpy(out, lanes, width * sizeof(float));
-        }
+    const int64_t at = (int64_t)row * c->out + column;
+    if (c->bias) {
+        const vfloat bias = load_lanes((const float *)c->bias + column, width);
+        for (int t = 0; t < tokens; t++) acc[t] += bias;
     }
+    if (c->second) {
+        const float *residual = (const float *)c->second + at;
+        for (int t = 0; t < tokens; t++, residual += c->out) acc[t] += load_lanes(residual, width);
+    }
+    float *out = (float *)c->output + at;
+    for (int t = 0; t < tokens; t++, out += c->out) store_lanes(out, acc[t], width);
 }
 
 INLINE void linear_quantised(const Command *c, const uint8_t *tile, int column, int token, int row, const int part,

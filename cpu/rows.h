@@ -95,17 +95,11 @@ INLINE float inverse_rms(const float *x, int width, float eps) {
     return 1 / sqrtf(sum / (float)width + eps);
 }
 
-/* input [rows, in] + second (the residual, or NULL) -> extra (the sum) and its norm in output. */
+/* output = input / sqrt(mean(input**2) + eps) * weight, [rows, in]. */
 static void rms_norm(const Command *c, int t) {
     const int width = c->in;
     const float *weight = c->weight;
     const float *x = (const float *)c->input + (int64_t)t * width;
-    if (c->second) {
-        const float *residual = (const float *)c->second + (int64_t)t * width;
-        float *sum = (float *)c->extra + (int64_t)t * width;
-        for (int k = 0; k < width; k++) sum[k] = x[k] + residual[k];
-        x = sum;
-    }
     const float factor = inverse_rms(x, width, c->eps);
     float group[GROUP], *out = c->output ? (float *)c->output + (int64_t)t * width : NULL;
     int k = 0;

@@ -45,34 +45,37 @@ class Llama(Generic[Array, Weight]):
         """
         eps = self.config.rms_norm_eps
         hidden = self.ops.embed(batch.token_ids, self.weights.embedding)
-        residual: Array | None = None
         for index, layer in enumerate(self.weights.layers):
-            # The norm adds the layer's output to the residual stream as it reads both: one pass instead of two.
-            normed, residual = self.ops.rms_norm(hidden, layer.input_norm, eps, residual)
-            attended = self._attention(index, layer, normed, batch, cache)
-            normed, residual = self.ops.rms_norm(attended, layer.post_attention_norm, eps, residual)
-            hidden = self._mlp(layer, normed)
-        hidden, _ = self.ops.rms_norm(hidden, self.weights.final_norm, eps, residual)
-        return hidden
+            normed = self.ops.rms_norm(hidden, layer.input_norm, eps)
+            hidden = self._add_attention(index, layer, normed, hidden, batch, cache)
+            normed = self.ops.rms_norm(hidden, layer.post_attention_norm, eps)
+            hidden = self._add_mlp(layer, normed, hidden)
+        return self.ops.rms_norm(hidden, self.weights.final_norm, eps)
 
     def logits(self, hidden: Array, batch: Batch[Array]) -> Array:
         """Logits of the tokens that sample, float32 [N, vocab_size]; the head runs on those rows only."""
         return self.ops.logits(self.ops.take(hidden, batch.sampled), self.weights.head)
 
-    def _attention(
-        self, index: int, layer: LayerWeights[Array, Weight], x: Array, batch: Batch[Array], cache: Array
+    def _add_attention(
+        self,
+        index: int,
+        layer: LayerWeights[Array, Weight],
+        x: Array,
+        residual: Array,
+        batch: Batch[Array],
+        cache: Array,
     ) -> Array:
         config = self.config
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = (layer.q_norm, layer.k_norm, config.rms_norm_eps)
-        qkv = self.ops.linear(x, layer.qkv, layer.qkv_bias)
+        qkv = self.ops.linear(x, layer.qkv, layer.qkv_bias, None)
         query = self.ops.rope_and_cache(qkv, self.rope, cache, index, batch, config.num_query_heads, norms)
         scale = config.head_dim**-0.5
         window = config.sliding_windows[index]
         attended = self.ops.paged_attention(query, cache, index, batch, scale, window)
-        return self.ops.linear(attended, layer.output, layer.output_bias)
+        return self.ops.linear(attended, layer.output, layer.output_bias, residual)
 
-    def _mlp(self, layer: LayerWeights[Array, Weight], x: Array) -> Array:
+    def _add_mlp(self, layer: LayerWeights[Array, Weight], x: Array, residual: Array) -> Array:
         activated = self.ops.gated_linear(x, layer.gate_up, layer.gate_up_bias)
-        return self.ops.linear(activated, layer.down, layer.down_bias)
+        return self.ops.linear(activated, layer.down, layer.down_bias, residual)

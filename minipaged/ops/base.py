@@ -249,11 +249,11 @@ class Ops(Protocol[Array, Weight]):
     def embed(self, token_ids: Array, table: Weight) -> Array:
         """[T], [vocab_size, hidden] -> [T, hidden]"""
 
-    def rms_norm(self, hidden: Array, weight: Array, eps: float, residual: Array | None) -> tuple[Array, Array]:
-        """With x = hidden + residual: (x / sqrt(mean(x**2) + eps) * weight, x), [T, hidden] each; arXiv:1910.07467."""
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        """x / sqrt(mean(x**2) + eps) * weight, [T, hidden] -> [T, hidden]; arXiv:1910.07467."""
 
-    def linear(self, x: Array, weight: Weight, bias: Array | None) -> Array:
-        """[T, in] @ [out, in].T + [out] -> [T, out]"""
+    def linear(self, x: Array, weight: Weight, bias: Array | None, residual: Array | None) -> Array:
+        """[T, in] @ [out, in].T + [out] + [T, out] -> [T, out]"""
 
     def logits(self, x: Array, head: Weight) -> Array:
         """[N, hidden] @ [vocab_size, hidden].T -> [N, vocab_size], float32 on every device."""

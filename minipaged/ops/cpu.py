@@ -253,32 +253,29 @@ class CpuOps(NumpyOps):
         )
         return output
 
-    def rms_norm(self, hidden: Array, weight: Array, eps: float, residual: Array | None) -> tuple[Array, Array]:
-        """One pass: sum, norm and, where a quantised product follows, quantisation."""
-        total = hidden if residual is None else self._empty(hidden.shape)
-        output = self._emit_rows(
-            self._empty(hidden.shape),
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        """The norm and, where a quantised product follows, quantisation."""
+        return self._emit_rows(
+            self._empty(x.shape),
             op=RMS_NORM,
-            rows=len(hidden),
-            **{"in": hidden.shape[1]},
+            rows=len(x),
+            **{"in": x.shape[1]},
             eps=eps,
-            input=self._read(hidden),
-            second=0 if residual is None else self._read(residual),
+            input=self._read(x),
             weight=_address(weight),
-            extra=_address(total),
         )
-        return output, total
 
-    def linear(self, x: Array, weight: PackedMatrix, bias: Array | None) -> Array:
+    def linear(self, x: Array, weight: PackedMatrix, bias: Array | None, residual: Array | None) -> Array:
         """Integer products for a quantised weight, else float32."""
         fields, _alive = self._factors(x, weight, bias)
         output = self._empty((len(x), weight.out_features))
-        self._emit(output, op=LINEAR, out=weight.out_features, **fields)
+        second = 0 if residual is None else self._read(residual)
+        self._emit(output, op=LINEAR, out=weight.out_features, second=second, **fields)
         return output
 
     def logits(self, x: Array, head: PackedMatrix) -> Array:
         """A product like the others."""
-        return self.linear(x, head, None)
+        return self.linear(x, head, None, None)
 
     def gated_linear(self, x: Array, gate_up: PackedMatrix, bias: Array | None) -> Array:
         """Both products, the activation and, where a quantised product follows, quantisation."""

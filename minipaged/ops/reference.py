@@ -54,16 +54,13 @@ class ReferenceOps(NumpyOps):
         return table[_indices(token_ids)]
 
     @np.errstate(all="ignore")
-    def rms_norm(self, hidden: Array, weight: Array, eps: float, residual: Array | None) -> tuple[Array, Array]:
-        """Normalised and weighted; and the sum before that."""
-        x = float32(hidden)
-        if residual is not None:
-            x = x + float32(residual)
-        return _rms_norm(x, float32(weight), eps), x
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        """Normalised and weighted."""
+        return _rms_norm(float32(x), float32(weight), eps)
 
     @np.errstate(all="ignore")
-    def linear(self, x: Array, weight: Matrix, bias: Array | None) -> Array:
-        """x @ weight.T + bias."""
+    def linear(self, x: Array, weight: Matrix, bias: Array | None, residual: Array | None) -> Array:
+        """x @ weight.T + bias + residual."""
         rows = float32(x)
         if len(rows) > FEW_ROWS:
             y = rows @ weight.T
@@ -71,16 +68,20 @@ class ReferenceOps(NumpyOps):
             y = np.empty((len(rows), len(weight)), np.float32)
             for row, result in zip(rows, y, strict=True):
                 np.matmul(weight, row, out=result)
-        return y if bias is None else y + float32(bias)
+        if bias is not None:
+            y += float32(bias)
+        if residual is not None:
+            y += float32(residual)
+        return y
 
     def logits(self, x: Array, head: Matrix) -> Array:
         """x @ head.T."""
-        return self.linear(x, head, None)
+        return self.linear(x, head, None, None)
 
     @np.errstate(all="ignore")
     def gated_linear(self, x: Array, gate_up: Matrix, bias: Array | None) -> Array:
         """gate / (1 + exp(-gate)) * up."""
-        gate, up = np.split(float32(self.linear(x, gate_up, bias)), 2, axis=1)
+        gate, up = np.split(float32(self.linear(x, gate_up, bias, None)), 2, axis=1)
         silu: NDArray[np.float32] = gate / (1 + np.exp(-gate))
         return silu * up
 

@@ -129,12 +129,27 @@ def test_a_part_of_an_array_is_quantised_by_itself(num_columns: int) -> None:
     scale = generator.standard_normal(64, dtype=np.float32)
 
     def function(batch: Batch[Array]) -> Array:
-        normed, _ = ops.rms_norm(ops.embed(batch.token_ids, table), scale, 1e-5, None)
-        second = ops.linear(normed, whole, None)
-        first = ops.linear(normed[1:, 64 - num_columns :], weight, None)
-        return ops.rms_norm(first, scale[:24], 1e-5, second[1:])[1]
+        normed = ops.rms_norm(ops.embed(batch.token_ids, table), scale, 1e-5)
+        residual = ops.linear(normed, whole, None, None)
+        return ops.linear(normed[1:, 64 - num_columns :], weight, None, residual[1:])
 
     batch = make_batch(ops, [TokenSpan(row, 0, [row + 3]) for row in range(5)], TABLES, BLOCK_SIZE)
+    expected = function(batch).tobytes()
+    assert ops.replay(function, batch).tobytes() == expected
+
+
+def test_what_is_quantised_and_added_too_is_there_as_floats() -> None:
+    ops = CpuOps(1)
+    generator = np.random.default_rng(0)
+    table = ops.load_matrix([random_tensor("F32", 20, 64, generator)])
+    weight = ops.load_matrix([random_tensor("Q8_0", 64, 64, generator)])
+    scale = generator.standard_normal(64, dtype=np.float32)
+
+    def function(batch: Batch[Array]) -> Array:
+        normed = ops.rms_norm(ops.embed(batch.token_ids, table), scale, 1e-5)
+        return ops.linear(normed, weight, None, normed)
+
+    batch = make_batch(ops, [TokenSpan(0, 0, [3, 1, 4])], TABLES, BLOCK_SIZE)
     expected = function(batch).tobytes()
     assert ops.replay(function, batch).tobytes() == expected
 

@@ -37,7 +37,7 @@ class Chain:
     def function(self, batch: Batch[Array]) -> Array:
         x = self.ops.embed(batch.token_ids, self.table)
         for _ in range(60):
-            x, _ = self.ops.rms_norm(self.ops.linear(x, self.weight, None), self.scale, 1e-5, x)
+            x = self.ops.rms_norm(self.ops.linear(x, self.weight, None, x), self.scale, 1e-5)
         return x
 
     def run(self) -> bytes:
