@@ -70,6 +70,7 @@ def minipaged_logits(source: ModelSource, device: Literal["cpu", "reference"], t
             rows=np.zeros(1, np.int32),
             block_tables=np.arange(num_blocks, dtype=np.int32)[None],
             sampled=everything,
+            next_positions=(everything + 1).astype(np.uint32),
         )
         batch = ops.upload_batch(host, np.arange(num_blocks))
         cache = ops.allocate_cache(shape, ops.kv_dtype)

@@ -42,6 +42,11 @@ class StepArrays:
         """[N]: indices into T, the last token of each sequence that samples."""
         return self.query_starts[self.sampling + 1] - np.int32(1)
 
+    @property
+    def next_positions(self) -> Int32:
+        """[N]: of the tokens to be chosen."""
+        return self.positions[self.sampled] + np.int32(1)
+
     def select(self, sequences: Int32) -> StepArrays:
         """The work of some of the sequences, at least one, ascending."""
         starts, ends = self.query_starts[sequences], self.query_starts[sequences + 1]

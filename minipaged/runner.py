@@ -91,7 +91,7 @@ class Runner(Generic[Array, Weight]):
         self._vocab_size = vocab_size
         self._rows = Rows(max_running=config.max_running, max_model_len=max_model_len, block_size=config.block_size)
         self._sampling = SamplingState(
-            ops.upload, max_running=config.max_running, vocab_size=vocab_size, eos_token_ids=eos_token_ids
+            ops.upload_together, max_running=config.max_running, vocab_size=vocab_size, eos_token_ids=eos_token_ids
         )
         self._failed: dict[int, Exception] = {}
         self._pending: list[tuple[int, PendingCopy]] = []
@@ -138,6 +138,7 @@ class Runner(Generic[Array, Weight]):
             rows=arrays.rows,
             block_tables=self._rows.block_tables,
             sampled=arrays.sampled,
+            next_positions=arrays.next_positions.astype(np.uint32),
         )
         return self._ops.upload_batch(batch, self._rows.changed_places())
 
@@ -175,7 +176,8 @@ class Runner(Generic[Array, Weight]):
     def _compute(self, arrays: StepArrays, outcome: _Outcome) -> None:
         """Forward, then sample. If the forward fails, each sequence alone, so that those fail which are the cause."""
         try:
-            logits, prompt_logprobs = self._forward(arrays)
+            batch = self.upload(arrays)
+            logits, prompt_logprobs = self._forward(arrays, batch)
         except (DeviceError, MemoryError):
             raise
         except Exception as caught:
@@ -183,7 +185,7 @@ class Runner(Generic[Array, Weight]):
         else:
             outcome.prompt_logprobs.update(prompt_logprobs)
             if logits is not None:
-                self._sample(arrays, logits, outcome)
+                self._sample(arrays, batch, logits, outcome)
             return
         if len(arrays.rows) == 1:
             error = RequestFailedError(f"The forward pass failed for this request: {type(cause).__name__}: {cause}")
@@ -193,9 +195,10 @@ class Runner(Generic[Array, Weight]):
             for part in arrays.split():
                 self._compute(part, outcome)
 
-    def _forward(self, arrays: StepArrays) -> tuple[Array | None, dict[int, tuple[tuple[TokenLogprob, ...], ...]]]:
+    def _forward(
+        self, arrays: StepArrays, batch: Batch[Array]
+    ) -> tuple[Array | None, dict[int, tuple[tuple[TokenLogprob, ...], ...]]]:
         """Logits of the tokens that sample, if any do, and log-probabilities of prompt tokens by row."""
-        batch = self.upload(arrays)
         if not arrays.prompt_logprobs:
             output = self._ops.replay(self._model_logits if arrays.sampling.size else self._model_hidden, batch)
             return (output if arrays.sampling.size else None), {}
@@ -231,23 +234,24 @@ class Runner(Generic[Array, Weight]):
             entries += _entries(chosen, logits, num_top)
         return tuple(entries)
 
-    def _sample(self, arrays: StepArrays, raw_logits: Array, outcome: _Outcome) -> None:
+    def _sample(self, arrays: StepArrays, batch: Batch[Array], raw_logits: Array, outcome: _Outcome) -> None:
         ops = self._ops
-        rows, positions = arrays.sampling_rows, arrays.positions[arrays.sampled] + np.int32(1)
+        rows, positions = arrays.sampling_rows, arrays.next_positions
         choices = _Choices(rows, positions, arrays.outputs)
-        penalties, bias = self._sampling.penalties(rows), self._sampling.bias(rows, positions)
+        penalties, bias = self._sampling.adjustments(rows, positions)
         logits = raw_logits
         if penalties is not None or bias is not None:
             logits = ops.adjust_logits(raw_logits, penalties, bias)
         with_callback = self._sampling.with_callback(rows)
         if not with_callback.size:
-            self._choose(choices, logits, raw_logits, outcome)
+            self._choose(choices, batch.next_positions, logits, raw_logits, outcome)
             return
 
         without = np.delete(np.arange(len(rows)), with_callback)
         if without.size:
-            indices = ops.upload(without.astype(np.int32))
-            self._choose(choices.take(without), ops.take(logits, indices), ops.take(raw_logits, indices), outcome)
+            some = choices.take(without)
+            indices, next_positions = ops.upload_together([without.astype(np.int32), some.positions.astype(np.uint32)])
+            self._choose(some, next_positions, ops.take(logits, indices), ops.take(raw_logits, indices), outcome)
         on_host = ops.download(ops.take(logits, ops.upload(with_callback.astype(np.int32))))
         adjusted: dict[int, NDArray[np.float32]] = {}
         for index, row_logits in zip(with_callback.tolist(), on_host, strict=True):
@@ -257,16 +261,17 @@ class Runner(Generic[Array, Weight]):
             except RequestFailedError as error:
                 outcome.failures[row] = error
         if adjusted:
-            called = np.array(list(adjusted), np.int32)
-            self._choose(
-                choices.take(called.astype(np.intp)),
-                ops.upload(np.stack(list(adjusted.values()))),
-                ops.take(raw_logits, ops.upload(called)),
-                outcome,
+            called = np.array(list(adjusted))
+            some = choices.take(called)
+            indices, next_positions, returned = ops.upload_together(
+                [called.astype(np.int32), some.positions.astype(np.uint32), np.stack(list(adjusted.values()))]
             )
+            self._choose(some, next_positions, returned, ops.take(raw_logits, indices), outcome)
 
-    def _choose(self, choices: _Choices, logits: Array, raw_logits: Array, outcome: _Outcome) -> None:
-        sampled = self._ops.sample(logits, raw_logits, self._sampling.batch(choices.rows, choices.positions))
+    def _choose(
+        self, choices: _Choices, next_positions: Array, logits: Array, raw_logits: Array, outcome: _Outcome
+    ) -> None:
+        sampled = self._ops.sample(logits, raw_logits, self._sampling.batch(choices.rows, next_positions))
         failed = sampled.token_ids < 0
         if sampled.logprobs is not None:
             asked = self._sampling.num_logprobs(choices.rows)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic
 
 import numpy as np
@@ -73,7 +73,10 @@ class _Selection(Generic[Array]):
     """What stays the same for a choice of rows from step to step; indices count within the choice."""
 
     rows: Int32
-    batch: SamplingBatch[Array]
+    settings: Sequence[Array]
+    """Temperature to streams of a SamplingBatch."""
+    num_logprobs: int
+    all_greedy: bool
     penalised: Indices
     biased: Indices
     with_callback: Indices
@@ -87,9 +90,14 @@ class SamplingState(Generic[Array]):
     """
 
     def __init__(
-        self, upload: Callable[[HostArray], Array], *, max_running: int, vocab_size: int, eos_token_ids: tuple[int, ...]
+        self,
+        upload_together: Callable[[Sequence[HostArray]], list[Array]],
+        *,
+        max_running: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
     ) -> None:
-        self._upload = upload
+        self._upload_together = upload_together
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._temperature = np.zeros(max_running, np.float32)
@@ -136,32 +144,56 @@ class SamplingState(Generic[Array]):
             if row in self._with_callback:
                 self._with_callback[row].token_ids.append(token_id)
 
-    def batch(self, rows: Int32, positions: Int32) -> SamplingBatch[Array]:
-        """For rows [N] whose tokens at positions [N] are to be chosen."""
-        batch = self._select(rows).batch
-        if batch.all_greedy:  # only draws depend on positions
-            return batch
-        return dataclasses.replace(batch, positions=self._upload(positions.astype(np.uint32)))
-
-    def penalties(self, rows: Int32) -> Penalties[Array] | None:
-        """Those of the rows that have any."""
-        indices = self._select(rows).penalised
-        if indices.size == 0:
-            return None
-        penalised = [self._penalised[row] for row in rows[indices].tolist()]
-        upload = self._upload
-        return Penalties(
-            rows=upload(indices.astype(np.int32)),
-            starts=upload(np.cumsum([0, *(len(state.token_ids) for state in penalised)], dtype=np.int32)),
-            token_ids=upload(np.concatenate([state.token_ids for state in penalised])),
-            counts=upload(np.concatenate([state.counts for state in penalised])),
-            repetition=upload(np.array([state.params.repetition_penalty for state in penalised], np.float32)),
-            presence=upload(np.array([state.params.presence_penalty for state in penalised], np.float32)),
-            frequency=upload(np.array([state.params.frequency_penalty for state in penalised], np.float32)),
+    def batch(self, rows: Int32, positions: Array) -> SamplingBatch[Array]:
+        """For rows [N] whose tokens at positions, uint32 [N], are to be chosen."""
+        selection = self._select(rows)
+        temperature, top_k, top_p, min_p, seeds, streams = selection.settings
+        return SamplingBatch(
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seeds,
+            streams,
+            positions,
+            num_logprobs=selection.num_logprobs,
+            all_greedy=selection.all_greedy,
         )
 
-    def bias(self, rows: Int32, positions: Int32) -> Bias[Array] | None:
-        """That of the rows that have any: logit_bias, and -inf for stop tokens before min_tokens."""
+    def adjustments(self, rows: Int32, positions: Int32) -> tuple[Penalties[Array] | None, Bias[Array] | None]:
+        """Those of rows [N] that have any, whose tokens at positions [N] are to be chosen; all by one copy."""
+        penalties, bias = self._penalties(rows), self._bias(rows, positions)
+        if not penalties and not bias:
+            return None, None
+        uploaded = iter(self._upload_together([*penalties, *bias]))
+        return (
+            Penalties(*islice(uploaded, len(penalties))) if penalties else None,
+            Bias(*islice(uploaded, len(bias))) if bias else None,
+        )
+
+    def _penalties(self, rows: Int32) -> list[HostArray]:
+        """The fields of Penalties; nothing where no row has any."""
+        indices = self._select(rows).penalised
+        if indices.size == 0:
+            return []
+        penalised = [self._penalised[row] for row in rows[indices].tolist()]
+        settings = [
+            (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+            for params in (state.params for state in penalised)
+        ]
+        repetition, presence, frequency = np.array(settings, np.float32).T
+        return [
+            indices.astype(np.int32),
+            np.cumsum([0, *(len(state.token_ids) for state in penalised)], dtype=np.int32),
+            np.concatenate([state.token_ids for state in penalised]),
+            np.concatenate([state.counts for state in penalised]),
+            repetition,
+            presence,
+            frequency,
+        ]
+
+    def _bias(self, rows: Int32, positions: Int32) -> list[HostArray]:
+        """The fields of Bias: logit_bias, and -inf for stop tokens before min_tokens; nothing where there is none."""
         indices: list[int] = []
         token_ids: list[Int32] = []
         values: list[NDArray[np.float32]] = []
@@ -175,12 +207,9 @@ class SamplingState(Generic[Array]):
                 token_ids.append(biased.stop_ids)
                 values.append(np.full(len(biased.stop_ids), -np.inf, np.float32))
         if sum(map(len, token_ids)) == 0:
-            return None
-        return Bias(
-            rows=self._upload(np.repeat(np.array(indices, np.int32), [len(ids) for ids in token_ids])),
-            token_ids=self._upload(np.concatenate(token_ids)),
-            values=self._upload(np.concatenate(values)),
-        )
+            return []
+        of_entries = np.repeat(np.array(indices, np.int32), [len(ids) for ids in token_ids])
+        return [of_entries, np.concatenate(token_ids), np.concatenate(values)]
 
     def with_callback(self, rows: Int32) -> Indices:
         """Indices of the rows that have a logits callback."""
@@ -211,21 +240,12 @@ class SamplingState(Generic[Array]):
 
     def _select(self, rows: Int32) -> _Selection[Array]:
         if self._selection is None or self._selection.rows is not rows:
-            temperature = self._temperature[rows]
-            upload = self._upload
+            settings = (self._temperature, self._top_k, self._top_p, self._min_p, self._seeds, self._streams)
             self._selection = _Selection(
                 rows=rows,
-                batch=SamplingBatch(
-                    temperature=upload(temperature),
-                    top_k=upload(self._top_k[rows]),
-                    top_p=upload(self._top_p[rows]),
-                    min_p=upload(self._min_p[rows]),
-                    seeds=upload(self._seeds[rows]),
-                    streams=upload(self._streams[rows]),
-                    positions=upload(np.zeros(len(rows), np.uint32)),
-                    num_logprobs=int(self._num_logprobs[rows].max(initial=-1)),
-                    all_greedy=not temperature.any(),
-                ),
+                settings=self._upload_together([of_rows[rows] for of_rows in settings]),
+                num_logprobs=int(self._num_logprobs[rows].max(initial=-1)),
+                all_greedy=not self._temperature[rows].any(),
                 penalised=_indices_in(rows, self._penalised),
                 biased=_indices_in(rows, self._biased),
                 with_callback=_indices_in(rows, self._with_callback),

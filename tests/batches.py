@@ -51,13 +51,15 @@ def make_batch(
     positions = [np.arange(span.start, span.start + len(span.token_ids), dtype=np.int32) for span in spans]
     slots = [slots_of(tables[span.row], where, block_size) for span, where in zip(spans, positions, strict=True)]
     counts = [len(span.token_ids) for span in spans]
+    at, indices = np.concatenate(positions), np.array(sampled, np.int32)
     host: Batch[HostArray] = Batch(
         token_ids=np.array([token for span in spans for token in span.token_ids], np.int32),
-        positions=np.concatenate(positions),
+        positions=at,
         slots=np.concatenate(slots),
         query_starts=np.cumsum([0, *counts]).astype(np.int32),
         rows=np.array([span.row for span in spans], np.int32),
         block_tables=tables,
-        sampled=np.array(sampled, np.int32),
+        sampled=indices,
+        next_positions=(at[indices] + 1).astype(np.uint32),
     )
     return ops.upload_batch(host, np.arange(tables.size))

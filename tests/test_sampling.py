@@ -19,10 +19,7 @@ EOS = (2, 3)
 
 
 def state_of(*admissions: Admission) -> SamplingState[HostArray]:
-    def upload(array: HostArray) -> HostArray:
-        return array
-
-    state = SamplingState(upload, max_running=8, vocab_size=VOCAB, eos_token_ids=EOS)
+    state: SamplingState[HostArray] = SamplingState(list, max_running=8, vocab_size=VOCAB, eos_token_ids=EOS)
     for admission in admissions:
         state.admit(admission)
     return state
@@ -47,40 +44,47 @@ def int32(*values: int) -> NDArray[np.int32]:
     return np.array(values, np.int32)
 
 
+def uint32(*values: int) -> NDArray[np.uint32]:
+    return np.array(values, np.uint32)
+
+
+def penalties_of(state: SamplingState[HostArray], *rows: int) -> Penalties[HostArray] | None:
+    return state.adjustments(int32(*rows), int32(*([1] * len(rows))))[0]
+
+
 def test_a_batch_holds_the_settings_of_its_rows_in_their_order() -> None:
     state = state_of(
         admission(4, SamplingParams(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, logprobs=2), seed=2**64 - 1),
         admission(1, SamplingParams(temperature=0), seed=7),
     )
-    batch = state.batch(int32(1, 4), int32(10, 20))
+    batch = state.batch(int32(1, 4), uint32(10, 20))
     assert batch.temperature.tolist() == [0, 0.5]
     assert batch.top_k.tolist() == [VOCAB, 3]
     assert batch.top_p.tolist() == [1, 0.25]
     assert batch.min_p.tolist() == [0, 0.125]
     assert batch.seeds.tolist() == [7, 2**64 - 1]
     assert batch.positions.tolist() == [10, 20]
-    assert batch.positions.dtype == np.uint32
     assert batch.num_logprobs == 2
     assert not batch.all_greedy
-    assert state.batch(int32(1), int32(10)).all_greedy
-    assert state.batch(int32(1), int32(10)).num_logprobs == -1
+    assert state.batch(int32(1), uint32(10)).all_greedy
+    assert state.batch(int32(1), uint32(10)).num_logprobs == -1
 
 
 @pytest.mark.parametrize("top_k", [0, -1, VOCAB, VOCAB + 1, 2**40])
 def test_top_k_without_a_limit(top_k: int) -> None:
     state = state_of(admission(0, SamplingParams(top_k=top_k)))
-    assert state.batch(int32(0), int32(1)).top_k.tolist() == [VOCAB]
+    assert state.batch(int32(0), uint32(1)).top_k.tolist() == [VOCAB]
 
 
 def test_the_same_rows_with_another_sequence_in_one() -> None:
     rows = int32(0, 1)
     state = state_of(admission(0, SamplingParams(temperature=1)), admission(1, SamplingParams(presence_penalty=1)))
-    assert state.batch(rows, int32(1, 1)).temperature.tolist() == [1, 1]
-    assert state.penalties(rows) is not None
+    assert state.batch(rows, uint32(1, 1)).temperature.tolist() == [1, 1]
+    assert penalties_of(state, 0, 1) is not None
     state.admit(admission(1, SamplingParams(temperature=0.5)))
-    assert state.batch(rows, int32(2, 3)).temperature.tolist() == [1, 0.5]
-    assert state.batch(rows, int32(2, 3)).positions.tolist() == [2, 3]
-    assert state.penalties(rows) is None
+    assert state.batch(rows, uint32(2, 3)).temperature.tolist() == [1, 0.5]
+    assert state.batch(rows, uint32(2, 3)).positions.tolist() == [2, 3]
+    assert penalties_of(state, 0, 1) is None
 
 
 def entries(penalties: Penalties[HostArray]) -> list[dict[int, int]]:
@@ -97,7 +101,7 @@ def test_penalties_count_the_output_and_mark_the_prompt() -> None:
     state = state_of(admission(0, SamplingParams()), admission(3, penalised, prompt=[1, 1, 4], output=[4, 6]))
     state.append(int32(0, 3), int32(9, 6))
     state.append(int32(3), int32(1))
-    penalties = state.penalties(int32(0, 3))
+    penalties = penalties_of(state, 0, 3)
     assert penalties is not None
     assert penalties.rows.tolist() == [1]
     assert entries(penalties) == [{1: 1, 4: 1, 6: 2}]
@@ -110,7 +114,7 @@ def test_counts_are_the_same_after_a_preemption() -> None:
     for token in (7, 7, 8):
         appended.append(int32(0), int32(token))
     readmitted = state_of(admission(0, params, prompt=[1, 2], output=[7, 7, 8]))
-    first, second = appended.penalties(int32(0)), readmitted.penalties(int32(0))
+    first, second = penalties_of(appended, 0), penalties_of(readmitted, 0)
     assert first is not None
     assert second is not None
     assert entries(first) == entries(second) == [{1: 0, 2: 0, 7: 2, 8: 1}]
@@ -119,13 +123,13 @@ def test_counts_are_the_same_after_a_preemption() -> None:
 def test_penalties_of_several_rows_follow_each_other() -> None:
     params = SamplingParams(repetition_penalty=1.5)
     state = state_of(*(admission(row, params, prompt=range(row + 1)) for row in range(3)))
-    penalties = state.penalties(int32(2, 0, 1))
+    penalties = penalties_of(state, 2, 0, 1)
     assert penalties is not None
     assert penalties.rows.tolist() == [0, 1, 2]
     assert entries(penalties) == [{0: 0, 1: 0, 2: 0}, {0: 0}, {0: 0, 1: 0}]
     state.append(int32(0, 1), int32(5, 0))  # what was handed out stays as it was
     assert entries(penalties) == [{0: 0, 1: 0, 2: 0}, {0: 0}, {0: 0, 1: 0}]
-    later = state.penalties(int32(0, 1))
+    later = penalties_of(state, 0, 1)
     assert later is not None
     assert entries(later) == [{0: 0, 5: 1}, {0: 1, 1: 0}]
 
@@ -133,7 +137,7 @@ def test_penalties_of_several_rows_follow_each_other() -> None:
 def biases(
     state: SamplingState[HostArray], rows: Sequence[int], positions: Sequence[int]
 ) -> set[tuple[int, int, float]]:
-    bias = state.bias(int32(*rows), int32(*positions))
+    _, bias = state.adjustments(int32(*rows), int32(*positions))
     if bias is None:
         return set()
     return set(zip(bias.rows.tolist(), bias.token_ids.tolist(), bias.values.tolist(), strict=True))

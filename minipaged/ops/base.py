@@ -52,6 +52,8 @@ class Batch(Generic[Array]):
     """int32 [max_running, blocks per sequence]"""
     sampled: Array
     """int32 [N]: the indices into T whose logits are wanted."""
+    next_positions: Array
+    """uint32 [N]: the position after each of those, that of the token to be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class SamplingBatch(Generic[Array]):
     streams: Array
     """uint32 [N]: which of the request's samples, part of the Philox counter."""
     positions: Array
-    """uint32 [N]: position of the token being chosen, part of the Philox counter. Anything if all are greedy."""
+    """uint32 [N]: position of the token being chosen, part of the Philox counter."""
     num_logprobs: int
     """Most likely tokens to return per row; -1: no log-probabilities at all."""
     all_greedy: bool
@@ -229,6 +231,9 @@ class Ops(Protocol[Array, Weight]):
 
     def upload(self, array: HostArray) -> Array:
         """A host array, on the device."""
+
+    def upload_together(self, arrays: Sequence[HostArray]) -> list[Array]:
+        """Several of them, by one copy."""
 
     def upload_batch(self, batch: Batch[HostArray], changed: NDArray[np.int64]) -> Batch[Array]:
         """A step's batch, on the device, by one copy. It is valid, as all that is computed from it, until the next.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ from minipaged.ops.base import (
     SamplingBatch,
     StepLimits,
 )
-from minipaged.ops.cuda_batch import DeviceBatch, Step, StepBuffer
+from minipaged.ops.cuda_batch import DeviceBatch, Step, StepBuffer, aligned, put
 from minipaged.ops.cuda_errors import cuda_errors, error_classes
 from minipaged.ops.cuda_graphs import Graphs, graph_size
 from minipaged.ops.cuda_kernels import GATED, LINEAR, LOGITS, CudaKernels, Tile, tile_for
@@ -175,8 +176,18 @@ class CudaOps:
 
     def upload(self, array: HostArray) -> cupy.ndarray:
         """A copy that is on its way; the caller may reuse its buffer."""
-        uploaded = self._take_from(self._uploads, array.shape, array.dtype)
-        self._staging.send_array(uploaded.data.ptr, array)
+        return self.upload_together([array])[0]
+
+    def upload_together(self, arrays: Sequence[HostArray]) -> list[cupy.ndarray]:
+        """Likewise, side by side in one span of memory, which is free again when none of them is referenced."""
+        starts = [0, *accumulate(aligned(array.nbytes) for array in arrays)]
+        packed = np.empty(starts[-1], np.uint8)
+        span = self._take_from(self._uploads, packed.shape, packed.dtype)
+        uploaded = []
+        for start, array in zip(starts, arrays, strict=False):
+            put(packed, start, array)
+            uploaded.append(self._memory.array(span.data.ptr + start, array.shape, array.dtype, span))
+        self._staging.send_array(span.data.ptr, packed)
         return uploaded
 
     def upload_batch(self, batch: Batch[HostArray], changed: NDArray[np.int64]) -> Batch[cupy.ndarray]:

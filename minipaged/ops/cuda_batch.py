@@ -30,6 +30,7 @@ FIELDS: tuple[tuple[str, DTypeLike], ...] = (
     ("query_starts", np.int32),
     ("rows", np.int32),
     ("sampled", np.int32),
+    ("next_positions", np.uint32),
 )
 
 Sizes = tuple[int, int, int]
@@ -151,9 +152,9 @@ class StepBuffer:
         staged = self._staging.buffer()
         for name, offset in layout.offsets.items():
             if name in arrays:
-                _put(staged, offset, arrays[name])
-        _put(staged, layout.places, places)
-        _put(staged, layout.blocks, blocks)
+                put(staged, offset, arrays[name])
+        put(staged, layout.places, places)
+        put(staged, layout.blocks, blocks)
         self._staging.send(self._buffer.data.ptr, layout.num_bytes)
         if len(places):
             arguments = (
@@ -175,6 +176,7 @@ class StepBuffer:
             "query_starts": filling + 1,
             "rows": np.full(count, self.limits.max_sequences),
             "sampled": filling,
+            "next_positions": np.zeros(count),
         }
         return {name: np.concatenate([arrays[name], fill[name].astype(dtype)]) for name, dtype in FIELDS}
 
@@ -204,20 +206,22 @@ def _layout(sizes: Sizes, num_changes: int) -> _Layout:
     end = 0
     for (name, dtype), count in zip(FIELDS, _counts(sizes), strict=True):
         offsets[name] = end
-        end = _aligned(end + count * np.dtype(dtype).itemsize)
-    blocks = _aligned(end + num_changes * 8)
+        end = aligned(end + count * np.dtype(dtype).itemsize)
+    blocks = aligned(end + num_changes * 8)
     return _Layout(offsets, end, blocks, blocks + num_changes * 4)
 
 
 def _counts(sizes: Sizes) -> tuple[int, ...]:
     """Elements of each of FIELDS."""
     num_tokens, num_sequences, num_sampled = sizes
-    return num_tokens, num_tokens, num_tokens, num_sequences + 1, num_sequences, num_sampled
+    return num_tokens, num_tokens, num_tokens, num_sequences + 1, num_sequences, num_sampled, num_sampled
 
 
-def _aligned(offset: int) -> int:
+def aligned(offset: int) -> int:
+    """The next place where an array may begin."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def _put(buffer: NDArray[np.uint8], offset: int, array: NDArray[np.generic]) -> None:
-    buffer[offset : offset + array.nbytes].view(array.dtype)[:] = array
+def put(buffer: NDArray[np.uint8], offset: int, array: NDArray[np.generic]) -> None:
+    """An array, into a buffer of bytes."""
+    buffer[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array

@@ -83,6 +83,10 @@ class NumpyOps:
         """A copy, so that the caller may reuse its buffer."""
         return array.copy()
 
+    def upload_together(self, arrays: Sequence[HostArray]) -> list[Array]:
+        """Copies as well."""
+        return [array.copy() for array in arrays]
+
     def upload_batch(self, batch: Batch[HostArray], changed: NDArray[np.int64]) -> Batch[Array]:
         """The batch itself: a step has read it when the next is prepared."""
         return cast(Batch[Array], batch)

@@ -90,6 +90,8 @@ class Gpu:
         """Sizes of page-locked host memory by address."""
         self._most_pinned_bytes = most_pinned_bytes
         self._locked: dict[int, Bytes] = {}
+        self.num_uploads = 0
+        """Copies from the host that were asked for."""
         self.default_queue = Queue()
         self.queues = [self.default_queue]
         self._local = threading.local()
@@ -249,6 +251,7 @@ class Gpu:
             if not pinned:
                 target.run_until(target.end)
             return
+        self.num_uploads += 1
         given = host_bytes(source, size)
         if not self.is_pinned(source):
             self.refuse_during_capture("a copy from pageable memory")

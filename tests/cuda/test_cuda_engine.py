@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -27,9 +28,11 @@ from minipaged import (
 from minipaged.config import DeviceName
 from minipaged.models.llama import load_llama
 from minipaged.models.source import open_model
-from minipaged.ops.base import CacheShape
+from minipaged.ops.base import Array, CacheShape, Weight
 from minipaged.ops.reference import ReferenceOps
+from minipaged.runner import Runner
 from minipaged.settings import EngineSettings
+from minipaged.step import StepPlan, StepResult
 from tests.batches import TokenSpan, make_batch
 from tests.company import TOGETHER, Recorder, check_company, random_jobs
 from tests.cuda.fake_cupy import Function
@@ -159,6 +162,36 @@ def test_requests_that_end_in_all_ways(model: Path, settings: str) -> None:
     anyio.run(main)
     assert len(ends) == 32
     assert {"finished", "left"} <= set(ends)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (SamplingParams(temperature=0), 1),
+        (SamplingParams(temperature=0.7), 1),
+        (SamplingParams(temperature=0.7, presence_penalty=0.5, logit_bias={7: 1.0}), 2),
+    ],
+)
+def test_a_step_is_one_copy_to_the_gpu_and_another_for_penalties_and_biases(
+    model: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, params: SamplingParams, expected: int
+) -> None:
+    """And one more where other rows run than in the step before."""
+    copies: list[int] = []
+    execute = Runner.execute
+
+    def counted(runner: Runner[Array, Weight], plan: StepPlan) -> StepResult:
+        before = gpu.num_uploads
+        result = execute(runner, plan)
+        copies.append(gpu.num_uploads - before)
+        return result
+
+    async def main() -> None:
+        async with Engine.load(model, device="cuda", num_blocks=20) as engine:
+            monkeypatch.setattr(Runner, "execute", counted)
+            await engine.generate([5, 6], replace(params, max_tokens=20, ignore_eos=True)).completion()
+
+    anyio.run(main)
+    assert copies == [expected + 1] * 2 + [expected] * 18
 
 
 def test_the_cache_takes_what_the_gpu_has_left(model: Path, gpu: Gpu) -> None:

@@ -125,7 +125,7 @@ def test_rope_and_cache(
     tokens = len(slots)
     qkv, positions = qkv[:tokens].copy(), positions[:tokens].copy()
     nothing = np.empty(0, np.int32)
-    batch: Batch[Array] = Batch(nothing, positions, slots, nothing, nothing, nothing, nothing)
+    batch: Batch[Array] = Batch(nothing, positions, slots, nothing, nothing, nothing, nothing, nothing)
     expected_cache = float32(before)
     expected = REFERENCE.rope_and_cache(
         float32(qkv), REFERENCE.load_rope(cos, sin), expected_cache, layer, batch, num_query_heads, norms

@@ -52,6 +52,7 @@ def _seconds(sizes: Sizes, batch: int, context: int, group: int, num_bytes: int)
             rows=np.arange(batch, dtype=np.int32),
             block_tables=tables,
             sampled=np.arange(batch, dtype=np.int32),
+            next_positions=np.full(batch, context, np.uint32),
         )
         on_device = ops.upload_batch(step, np.arange(tables.size))
         scale = head_dim**-0.5

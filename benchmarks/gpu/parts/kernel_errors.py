@@ -143,6 +143,7 @@ class KernelErrors:
         rows = np.repeat([row for row, _, _ in spans], [count for _, _, count in spans])
         slots = self._tables[rows, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
         num_tokens = len(positions)
+        last = np.cumsum([count for _, _, count in spans]).astype(np.int32) - 1
         host_batch: Batch[HostArray] = Batch(
             token_ids=np.zeros(num_tokens, np.int32),
             positions=positions,
@@ -150,7 +151,8 @@ class KernelErrors:
             query_starts=np.cumsum([0, *(count for _, _, count in spans)]).astype(np.int32),
             rows=np.array([row for row, _, _ in spans], np.int32),
             block_tables=self._tables,
-            sampled=np.cumsum([count for _, _, count in spans]).astype(np.int32) - 1,
+            sampled=last,
+            next_positions=(positions[last] + 1).astype(np.uint32),
         )
         batch = ops.upload_batch(host_batch, np.arange(self._tables.size))
         pool = ops.allocate_host_cache(shape, ops.kv_dtype)

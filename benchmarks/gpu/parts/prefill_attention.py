@@ -49,6 +49,7 @@ def _seconds(sizes: Sizes, length: int) -> float:
             rows=np.zeros(1, np.int32),
             block_tables=np.arange(num_blocks, dtype=np.int32)[None],
             sampled=np.array([length - 1], np.int32),
+            next_positions=np.array([length], np.uint32),
         )
         on_device = ops.upload_batch(step, np.arange(num_blocks))
         scale = model.head_dim**-0.5
