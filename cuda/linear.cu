@@ -1,10 +1,12 @@
-// linear: out = x @ weight.T + bias, the sums in float32; linear_*_gated: silu(gate) * up of what this gives.
+// linear: out = x @ weight.T + bias + residual, the sums in float32. linear_*_float32, for logits, and linear_*_gated
+// take no residual; linear_*_gated makes silu(gate) * up of the sums.
 //
-//   x       ELEMENT [num_rows, depth]
-//   weight  ELEMENT [num_columns, depth]; depth is a multiple of 8, so that every row starts at a multiple of 16 bytes
-//   bias    float32 [num_columns] or null
-//   out     ELEMENT [num_rows, num_columns]; of linear_*_float32, for logits, float32; of linear_*_gated ELEMENT
-//           [num_rows, num_columns / 2]
+//   x         ELEMENT [num_rows, depth]
+//   weight    ELEMENT [num_columns, depth]; depth is a multiple of 8, so that every row starts at a multiple of 16 bytes
+//   bias      float32 [num_columns] or null
+//   residual  ELEMENT [num_rows, num_columns], num_columns being even; or null
+//   out       ELEMENT [num_rows, num_columns]; of linear_*_float32 float32; of linear_*_gated ELEMENT
+//             [num_rows, num_columns / 2]
 //
 // For linear_*_gated the rows of gate and up alternate in weight and bias: 2i is gate i, 2i + 1 is up i. So one thread
 // has both sums, and silu(z) = z / (1 + exp(-z)) of the one times the other costs no pass of its own.
@@ -25,10 +27,13 @@
 // neither these writes nor ldmatrix meet a bank twice. Rows, columns and depth beyond the end are filled with zeros.
 //
 // Every output element is one chain of mma.m16n8k16 along the depth, from 0 up, whatever the tile: a row's result has
-// the same bits for any num_rows and in any company, and the choice among few, some and many is free.
+// the same bits for any num_rows and in any company, and the choice among few, some and many is free. Bias and residual
+// are added after that, in this order, and the result is rounded once.
 //
 // Bytes moved: few and some read the weight once, 2 * num_columns * depth, the floor for num_rows up to some hundred;
-// many is bound by the tensor cores, 2 * num_rows * num_columns * depth operations.
+// many is bound by the tensor cores, 2 * num_rows * num_columns * depth operations. The residual is as large as out: 17
+// MB for 2048 rows of 4096, 3.5 us at 4.8 TB/s; a kernel that added it afterwards would also read and write the sums
+// once more. few and some ask for it before their first product, many, whose registers are taken, after its last.
 //
 // Llama 3 8B on an H200 (4.8 TB/s, 132 multiprocessors), by arithmetic: a latency of 700 ns at full bandwidth takes 3.4
 // MB in flight. 227 KB of shared memory hold 3 narrow blocks of linear_few or 2 wide ones, and a block keeps (stages -
@@ -53,9 +58,9 @@
 //
 // With 99 KB of shared memory (sm_86, 89, 120) a multiprocessor holds one block.
 //
-// Budget: linear_few: 96 registers, 0 bytes of shared memory
+// Budget: linear_few: 112 registers, 0 bytes of shared memory
 // Budget: linear_few_*: 136 registers, 0 bytes of shared memory
-// Budget: linear_some: 112 registers, 0 bytes of shared memory
+// Budget: linear_some: 128 registers, 0 bytes of shared memory
 // Budget: linear_some_*: 176 registers, 0 bytes of shared memory
 // Budget: linear_many*: 248 registers, 0 bytes of shared memory
 
@@ -127,7 +132,7 @@ __device__ __forceinline__ float silu_and_mul(float gate, float up) { return gat
 template <typename Shape, Ending kEnding, typename Output>
 __device__ __forceinline__ void linear(
     const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ weight, const float* __restrict__ bias,
-    Output* __restrict__ out, int num_rows, int num_columns, int depth) {
+    const ELEMENT* __restrict__ residual, Output* __restrict__ out, int num_rows, int num_columns, int depth) {
     constexpr int kRows = Shape::kRows, kColumns = Shape::kColumns, kDepth = Shape::kDepth, kStages = Shape::kStages;
     constexpr int kWarpRows = Shape::kWarpRows, kWarpColumns = Shape::kWarpColumns;
     constexpr int kTilesDown = kWarpRows / 16, kTilesAcross = kWarpColumns / 8, kFragments = kDepth / 16;
@@ -157,6 +162,27 @@ __device__ __forceinline__ void linear(
         filled = filled + 1 < kStages ? filled + 1 : 0;
     };
 
+    // The thread's sums are those of pairs of columns from own_column on, 8 apart, in rows from own_row on, 8 apart.
+    const long long own_row = first_row + warp_row + lane / 4;
+    const int own_column = first_column + warp_column + lane % 4 * 2;
+
+    // What of the residual is added to them: asked for all at once, and before the products where registers hold both.
+    constexpr bool kIsEarly = kTilesDown * kTilesAcross <= 4;
+    unsigned others[kTilesDown][kTilesAcross][2];
+    auto load_others = [&] {
+#pragma unroll
+        for (int i = 0; i < kTilesDown; i++)
+#pragma unroll
+            for (int j = 0; j < kTilesAcross; j++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const long long row = own_row + i * 16 + half * 8;
+                    const int column = own_column + j * 8;
+                    if (row >= num_rows || column >= num_columns) continue;
+                    others[i][j][half] = *reinterpret_cast<const unsigned*>(residual + row * num_columns + column);
+                }
+    };
+
     float sums[kTilesDown][kTilesAcross][4];
 #pragma unroll
     for (int i = 0; i < kTilesDown; i++)
@@ -167,6 +193,7 @@ __device__ __forceinline__ void linear(
 
 #pragma unroll
     for (int i = 0; i < kStages - 1; i++) copy_stage();
+    if (kIsEarly && residual) load_others();
     for (int start = 0, stage = 0; start < depth; start += kDepth, stage = stage + 1 < kStages ? stage + 1 : 0) {
         cp_async_wait<kStages - 2>();
         __syncthreads();  // this step has arrived for all, and all have done with the one whose place is filled next
@@ -207,11 +234,12 @@ __device__ __forceinline__ void linear(
                     for (int j = 0; j < kTilesAcross; j++) multiply_add(sums[i][j], a[ahead][i], b[ahead][j]);
         }
     }
+    if (!kIsEarly && residual) load_others();
     cp_async_wait<0>();
 
 #pragma unroll
     for (int j = 0; j < kTilesAcross; j++) {
-        const int column = first_column + warp_column + j * 8 + lane % 4 * 2;
+        const int column = own_column + j * 8;
         if (column >= num_columns) continue;
         const bool is_pair = num_columns % 2 == 0;  // else rows start at odd addresses, and the last column is alone
         const bool has_second = column + 1 < num_columns;
@@ -222,12 +250,16 @@ __device__ __forceinline__ void linear(
         for (int i = 0; i < kTilesDown; i++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const long long row = first_row + warp_row + i * 16 + half * 8 + lane / 4;
+                const long long row = own_row + i * 16 + half * 8;
                 if (row >= num_rows) continue;
-                const float low = sums[i][j][half * 2] + low_bias, high = sums[i][j][half * 2 + 1] + high_bias;
+                float low = sums[i][j][half * 2] + low_bias, high = sums[i][j][half * 2 + 1] + high_bias;
                 if constexpr (kEnding == Ending::kGate) {
                     out[row * (num_columns / 2) + column / 2] = from_float<Output>(silu_and_mul(low, high));
                     continue;
+                }
+                if (residual) {
+                    const float2 other = unpack(others[i][j][half]);
+                    low += other.x, high += other.y;
                 }
                 Output* place = out + row * num_columns + column;
                 if (is_pair) {
@@ -241,19 +273,27 @@ __device__ __forceinline__ void linear(
     }
 }
 
-#define KERNEL(name, Shape, ending, Output)                                                               \
-    extern "C" __global__ void __launch_bounds__(kThreads, 2) name(                                          \
-        const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ weight, const float* __restrict__ bias, \
-        Output* __restrict__ out, int num_rows, int num_columns, int depth) {                             \
-        linear<Shape, ending, Output>(x, weight, bias, out, num_rows, num_columns, depth);                \
+#define KERNEL(name, Shape)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(kThreads, 2) name(                                              \
+        const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ weight, const float* __restrict__ bias,       \
+        const ELEMENT* __restrict__ residual, ELEMENT* __restrict__ out, int num_rows, int num_columns,          \
+        int depth) {                                                                                             \
+        linear<Shape, Ending::kStore, ELEMENT>(x, weight, bias, residual, out, num_rows, num_columns, depth);    \
     }
 
-KERNEL(linear_few, Few, Ending::kStore, ELEMENT)
-KERNEL(linear_few_float32, FewWide, Ending::kStore, float)
-KERNEL(linear_few_gated, FewWide, Ending::kGate, ELEMENT)
-KERNEL(linear_some, Some, Ending::kStore, ELEMENT)
-KERNEL(linear_some_float32, SomeWide, Ending::kStore, float)
-KERNEL(linear_some_gated, SomeWide, Ending::kGate, ELEMENT)
-KERNEL(linear_many, Many, Ending::kStore, ELEMENT)
-KERNEL(linear_many_float32, Many, Ending::kStore, float)
-KERNEL(linear_many_gated, Many, Ending::kGate, ELEMENT)
+#define KERNEL_WITHOUT_RESIDUAL(name, Shape, ending, Output)                                                     \
+    extern "C" __global__ void __launch_bounds__(kThreads, 2) name(                                              \
+        const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ weight, const float* __restrict__ bias,       \
+        Output* __restrict__ out, int num_rows, int num_columns, int depth) {                                    \
+        linear<Shape, ending, Output>(x, weight, bias, nullptr, out, num_rows, num_columns, depth);              \
+    }
+
+KERNEL(linear_few, Few)
+KERNEL(linear_some, Some)
+KERNEL(linear_many, Many)
+KERNEL_WITHOUT_RESIDUAL(linear_few_float32, FewWide, Ending::kStore, float)
+KERNEL_WITHOUT_RESIDUAL(linear_some_float32, SomeWide, Ending::kStore, float)
+KERNEL_WITHOUT_RESIDUAL(linear_many_float32, Many, Ending::kStore, float)
+KERNEL_WITHOUT_RESIDUAL(linear_few_gated, FewWide, Ending::kGate, ELEMENT)
+KERNEL_WITHOUT_RESIDUAL(linear_some_gated, SomeWide, Ending::kGate, ELEMENT)
+KERNEL_WITHOUT_RESIDUAL(linear_many_gated, Many, Ending::kGate, ELEMENT)

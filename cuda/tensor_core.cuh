@@ -34,3 +34,14 @@ __device__ __forceinline__ unsigned pack(float low, float high, __nv_bfloat16) {
 
 // Two numbers, rounded, in the 32 bits of two neighbouring elements.
 __device__ __forceinline__ unsigned pack(float low, float high) { return pack(low, high, ELEMENT{}); }
+
+__device__ __forceinline__ float2 unpack(unsigned pair, __half) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+
+__device__ __forceinline__ float2 unpack(unsigned pair, __nv_bfloat16) {
+    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+}
+
+// The two numbers in the 32 bits of two neighbouring elements.
+__device__ __forceinline__ float2 unpack(unsigned pair) { return unpack(pair, ELEMENT{}); }

@@ -250,34 +250,33 @@ class CudaOps:
         self._kernels.launch("embed", (len(token_ids),), 128, (table, token_ids, out, np.int32(size)))
         return out
 
-    def rms_norm(
-        self, hidden: cupy.ndarray, weight: cupy.ndarray, eps: float, residual: cupy.ndarray | None
-    ) -> tuple[cupy.ndarray, cupy.ndarray]:
-        """The sum is rounded before it is normalised."""
-        num_tokens, size = hidden.shape
-        normed = self._take(hidden.shape, self._dtype)
-        total = None if residual is None else self._take(hidden.shape, self._dtype)
+    def rms_norm(self, x: cupy.ndarray, weight: cupy.ndarray, eps: float) -> cupy.ndarray:
+        """A block of threads for each row."""
+        num_tokens, size = x.shape
+        out = self._take(x.shape, self._dtype)
         threads = min(1024, -(-size // 8 // 32) * 32)
-        arguments = (hidden, residual, weight, normed, total, np.int32(size), np.float32(eps))
+        arguments = (x, weight, out, np.int32(size), np.float32(eps))
         self._kernels.launch("rms_norm", (num_tokens,), threads, arguments)
-        return normed, hidden if total is None else total
+        return out
 
-    def linear(self, x: cupy.ndarray, weight: cupy.ndarray, bias: cupy.ndarray | None) -> cupy.ndarray:
-        """Rounded to the element type."""
+    def linear(
+        self, x: cupy.ndarray, weight: cupy.ndarray, bias: cupy.ndarray | None, residual: cupy.ndarray | None
+    ) -> cupy.ndarray:
+        """Rounded to the element type, once."""
         out = self._take((len(x), len(weight)), self._dtype)
-        self._multiply(LINEAR, x, weight, bias, out)
+        self._multiply(LINEAR, x, weight, (bias, residual), out)
         return out
 
     def logits(self, x: cupy.ndarray, head: cupy.ndarray) -> cupy.ndarray:
         """Not rounded."""
         out = self._take((len(x), len(head)), np.float32)
-        self._multiply(LOGITS, x, head, None, out)
+        self._multiply(LOGITS, x, head, (None,), out)
         return out
 
     def gated_linear(self, x: cupy.ndarray, gate_up: cupy.ndarray, bias: cupy.ndarray | None) -> cupy.ndarray:
         """Both products in one kernel, which multiplies them before they are rounded."""
         out = self._take((len(x), len(gate_up) // 2), self._dtype)
-        self._multiply(GATED, x, gate_up, bias, out)
+        self._multiply(GATED, x, gate_up, (bias,), out)
         return out
 
     def _multiply(
@@ -285,13 +284,13 @@ class CudaOps:
         tiles: tuple[Tile, Tile, Tile],
         x: cupy.ndarray,
         weight: cupy.ndarray,
-        bias: cupy.ndarray | None,
+        added: tuple[cupy.ndarray | None, ...],
         out: cupy.ndarray,
     ) -> None:
         num_columns, depth = weight.shape
         tile = tile_for(len(x), num_columns, tiles, self._multiprocessors)
         blocks = -(-len(x) // tile.rows) * -(-num_columns // tile.columns)
-        arguments = (x, weight, bias, out, np.int32(len(x)), np.int32(num_columns), np.int32(depth))
+        arguments = (x, weight, *added, out, np.int32(len(x)), np.int32(num_columns), np.int32(depth))
         self._kernels.launch(tile.kernel, (blocks,), 128, arguments, tile.shared_bytes)
 
     def rope_and_cache(

@@ -49,16 +49,13 @@ class Kernels:
         self.kernel("embed")((len(indices),), (128,), arguments, execution=self.execution)
         return out
 
-    def rms_norm(
-        self, hidden: Array, residual: Array | None, weight: NDArray[np.float32], eps: float
-    ) -> tuple[Array, Array]:
-        num_tokens, size = hidden.shape
-        normed = poisoned(hidden.shape, self.dtype)
-        total = None if residual is None else poisoned(hidden.shape, self.dtype)
+    def rms_norm(self, x: Array, weight: NDArray[np.float32], eps: float) -> Array:
+        num_tokens, size = x.shape
+        out = poisoned(x.shape, self.dtype)
         threads = min(1024, -(-size // vectors_of(self.dtype) // 32) * 32)
-        arguments = (hidden, residual, weight, normed, total, np.int32(size), np.float32(eps))
+        arguments = (x, weight, out, np.int32(size), np.float32(eps))
         self.kernel("rms_norm")((num_tokens,), (threads,), arguments, execution=self.execution)
-        return normed, hidden if total is None else total
+        return out
 
     def rope_and_cache(
         self,

@@ -28,7 +28,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 
 EXPECTED = {
     "compile_time": 2,
-    "kernel_errors": 2 * (4 + 2 * 3 + 2 * 4 + 3),
+    "kernel_errors": 2 * (3 + 2 * 3 + 2 * 4 + 3),
     "products": 4 * 2 * 2 + 2,
     "decode_attention": 2 * 2,
     "prefill_attention": 1,

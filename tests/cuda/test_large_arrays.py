@@ -31,16 +31,13 @@ def test_embed() -> None:
 
 
 def test_rms_norm() -> None:
-    hidden, residual = np.zeros((2, NUM_ROWS, SIZE), np.float16)
-    normed, total = np.zeros((2, NUM_ROWS, SIZE), np.float16)
-    hidden[-1], residual[-1] = np.arange(SIZE) % 7, 1
+    x, out = np.zeros((2, NUM_ROWS, SIZE), np.float16)
+    x[-1] = np.arange(SIZE) % 7
     weight = np.linspace(0, 1, SIZE, dtype=np.float32)
-    arguments = (hidden, residual, weight, normed, total, np.int32(SIZE), np.float32(1e-5))
+    arguments = (x, weight, out, np.int32(SIZE), np.float32(1e-5))
     kernel("rms_norm", "rms_norm")((NUM_ROWS,), (288,), arguments, execution=LAST)
-    x = hidden[-1:].astype(np.float32) + 1
-    np.testing.assert_array_equal(total[-1:], x)
-    expected, _ = ReferenceOps().rms_norm(x, weight, 1e-5, None)
-    np.testing.assert_allclose(normed[-1:].astype(np.float32), expected.astype(np.float32), rtol=2e-3)
+    expected = ReferenceOps().rms_norm(x[-1:].astype(np.float32), weight, 1e-5)
+    np.testing.assert_allclose(out[-1:].astype(np.float32), expected.astype(np.float32), rtol=2e-3)
 
 
 def test_rope_and_cache() -> None:
@@ -65,15 +62,17 @@ def test_copy_blocks_and_fill_blocks() -> None:
 
 
 def multiply_last(tile: Tile, x: NDArray[np.float16], weight: NDArray[np.float16]) -> None:
-    """The last tile of x @ weight.T by a kernel; compared with NumPy's."""
-    out = np.zeros((len(x), len(weight)), np.float16)
+    """The last tile of x @ weight.T + residual by a kernel; compared with NumPy's."""
+    residual, out = np.zeros((2, len(x), len(weight)), np.float16)
+    residual[-1, -tile.columns :] = np.arange(tile.columns) % 5
     tiles = -(-len(x) // tile.rows) * -(-len(weight) // tile.columns)
     function = kernel("linear", tile.kernel)
     function.max_dynamic_shared_size_bytes = tile.shared_bytes
     sizes = [np.int32(size) for size in (len(x), len(weight), x.shape[1])]
-    function((tiles,), (128,), (x, weight, None, out, *sizes), tile.shared_bytes, execution=LAST)
+    function((tiles,), (128,), (x, weight, None, residual, out, *sizes), tile.shared_bytes, execution=LAST)
     rows, columns = x[-tile.rows :].astype(np.float32), weight[-tile.columns :].astype(np.float32)
-    np.testing.assert_array_equal(out[-tile.rows :, -tile.columns :], (rows @ columns.T).astype(np.float16))
+    expected = rows @ columns.T + residual[-tile.rows :, -tile.columns :]
+    np.testing.assert_array_equal(out[-tile.rows :, -tile.columns :], expected.astype(np.float16))
 
 
 def test_linear_of_many_rows() -> None:

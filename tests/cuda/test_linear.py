@@ -34,11 +34,12 @@ def linear(
     x: Array,
     weight: Array,
     bias: Floats | None,
+    residual: Array | None = None,
     *,
     order: Order = Order.FORWARD,
     checked: bool = False,
 ) -> Floats:
-    """x @ weight.T + bias by a kernel; of linear_*_gated what becomes of it."""
+    """x @ weight.T + bias + residual by a kernel; of linear_*_gated what becomes of it."""
     tile = TILES[name]
     num_rows, depth = x.shape
     num_columns = len(weight)
@@ -46,10 +47,11 @@ def linear(
     out = np.full((num_rows, num_columns // 2 if name.endswith("gated") else num_columns), np.nan, dtype)
     kernel = load(CUDA / "linear.cu", (f"-DELEMENT={element}",), checked=checked).kernels[name]
     kernel.max_dynamic_shared_size_bytes = tile.shared_bytes
+    added = (bias, residual) if tile in LINEAR else (bias,)
     kernel(
         [-(-num_rows // tile.rows) * -(-num_columns // tile.columns)],
         [THREADS],
-        [x, weight, bias, out, np.int32(num_rows), np.int32(num_columns), np.int32(depth)],
+        [x, weight, *added, out, np.int32(num_rows), np.int32(num_columns), np.int32(depth)],
         tile.shared_bytes,
         execution=Execution(order=order),
     )
@@ -64,26 +66,32 @@ class Case:
     depth: int
     element: str
     has_bias: bool
+    has_residual: bool
     seed: int
 
-    def inputs(self) -> tuple[Array, Array, Floats | None]:
+    def inputs(self) -> tuple[Array, Array, Floats | None, Array | None]:
         generator = np.random.default_rng(self.seed)
         dtype = ELEMENTS[self.element]
         x = generator.standard_normal((self.num_rows, self.depth)).astype(dtype)
         weight = generator.standard_normal((self.num_columns, self.depth)).astype(dtype)
         bias = generator.standard_normal(self.num_columns, dtype=np.float32) if self.has_bias else None
-        return x, weight, bias
+        residual = None
+        if self.has_residual:
+            residual = generator.standard_normal((self.num_rows, self.num_columns)).astype(dtype)
+        return x, weight, bias, residual
 
     def run(self, order: Order = Order.FORWARD, *, checked: bool = False) -> Floats:
         return linear(self.name, self.element, *self.inputs(), order=order, checked=checked)
 
     def assert_close(self, out: Floats) -> None:
         """A sum may be off by a rounding at each of its terms; then it is rounded to the type."""
-        x, weight, bias = self.inputs()
+        x, weight, bias, residual = self.inputs()
         rows, columns = x.astype(np.float64), weight.astype(np.float64).T
-        added = np.zeros(self.num_columns) if bias is None else bias.astype(np.float64)
-        exact = rows @ columns + added
-        error = 1e-5 * (np.abs(rows) @ np.abs(columns) + np.abs(added))
+        exact, size = rows @ columns, np.abs(rows) @ np.abs(columns)
+        for added in (bias, residual):
+            if added is not None:
+                exact, size = exact + added.astype(np.float64), size + np.abs(added.astype(np.float64))
+        error = 1e-5 * size
         if self.name.endswith("gated"):
             exact, error = gated(exact, error)
         step = STEPS["float32" if self.name.endswith("float32") else self.element]
@@ -102,13 +110,15 @@ def ragged(draw: st.DrawFn, name: str) -> Case:
     """Up to a few tiles in each direction, and more steps than the ring has stages."""
     tile = TILES[name]
     num_columns = draw(st.integers(1, 2 * tile.columns + 30))
+    has_residual = tile in LINEAR and draw(st.booleans())
     return Case(
         name=name,
         num_rows=draw(st.integers(1, 2 * tile.rows + 20)),
-        num_columns=num_columns + num_columns % 2 if name.endswith("gated") else num_columns,
+        num_columns=num_columns + num_columns % 2 if has_residual or tile in GATED else num_columns,
         depth=8 * draw(st.integers(1, (tile.stages + 2) * tile.depth // 8)),
         element=draw(st.sampled_from(list(ELEMENTS))),
         has_bias=draw(st.booleans()),
+        has_residual=has_residual,
         seed=draw(st.integers(0, 2**32 - 1)),
     )
 
@@ -136,14 +146,15 @@ def test_a_row_has_the_same_bits_in_every_kernel_and_any_company(
     x = generator.standard_normal((num_rows, depth)).astype(ELEMENTS[element])
     weight = generator.standard_normal((num_columns, depth)).astype(ELEMENTS[element])
     bias = generator.standard_normal(num_columns, dtype=np.float32)
-    whole = linear(f"linear_many{ending}", element, x, weight, bias)
+    residual = generator.standard_normal((num_rows, num_columns)).astype(ELEMENTS[element])
+    whole = linear(f"linear_many{ending}", element, x, weight, bias, residual)
     x[7] = np.nan  # a neighbour that failed
     for rows in ("few", "some", "many"):
         name = f"linear_{rows}{ending}"
         start = data.draw(st.integers(8, num_rows - 1))
-        some = linear(name, element, x[start:].copy(), weight, bias)
+        some = linear(name, element, x[start:].copy(), weight, bias, residual[start:].copy())
         assert some.tobytes() == whole[start:].tobytes()
-        others = linear(name, element, x[:20].copy(), weight, bias)
+        others = linear(name, element, x[:20].copy(), weight, bias, residual[:20].copy())
         assert np.isnan(others[7]).all()
         assert np.delete(others, 7, axis=0).tobytes() == np.delete(whole[:20], 7, axis=0).tobytes()
 
@@ -173,10 +184,12 @@ def test_infinities_of_the_gate_are_as_in_the_reference() -> None:
 @pytest.mark.parametrize("name", TILES)
 def test_no_fault_in_check_mode(name: str, element: str) -> None:
     tile = TILES[name]
-    odd = 0 if name.endswith("gated") else 1
+    has_residual = tile in LINEAR
+    odd = 0 if tile in GATED else 1
     # More than a tile in each direction, more steps than the ring has stages.
     depth = 8 * 40 if tile.rows > 16 else (tile.stages + 1) * tile.depth + 8
-    case = Case(name, tile.rows + 1, tile.columns + 2 - odd, depth, element, has_bias=True, seed=1)
+    columns = tile.columns + 2 - (0 if has_residual else odd)
+    case = Case(name, tile.rows + 1, columns, depth, element, has_bias=True, has_residual=has_residual, seed=1)
     case.assert_close(case.run(Order.SHUFFLED, checked=True))
-    case = Case(name, 3, tile.columns, 8, element, has_bias=False, seed=2)
+    case = Case(name, 3, tile.columns - odd, 8, element, has_bias=False, has_residual=False, seed=2)
     case.assert_close(case.run(checked=True))

@@ -70,4 +70,4 @@ def _operation(ops: RandomOps, name: str) -> Multiply:
         return lambda x, weight: ops.gated_linear(x, weight, None)
     if name == "head":
         return ops.logits
-    return lambda x, weight: ops.linear(x, weight, None)
+    return lambda x, weight: ops.linear(x, weight, None, None)
