@@ -73,6 +73,14 @@ def _libraries(major: int) -> Iterator[Path]:
     return (folder / name for folder in folders)
 
 
+def _builtins(library: Path) -> Iterator[Path]:
+    """What lies beside NVRTC and is opened by it by name alone, which finds it if it is loaded already.
+
+    The wheel of CUDA 13.0 does not tell the loader where it is.
+    """
+    return library.parent.glob("nvrtc-builtins64_*.dll" if os.name == "nt" else "libnvrtc-builtins.so.*")
+
+
 def _include_folders(major: int) -> Iterator[Path]:
     for folder in (*_wheel_folders("cuda_runtime", major), *_installed_toolkits()):
         yield folder / "include"
@@ -101,6 +109,8 @@ class Nvrtc:
         self.include = toolkit.include
         """The folder of NVIDIA's headers."""
         try:
+            for path in _builtins(toolkit.library):
+                ctypes.CDLL(str(path))
             self._library = ctypes.CDLL(str(toolkit.library))
         except OSError as error:
             raise NvrtcError(f"NVRTC cannot be loaded: {error}. Install its wheel anew.") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from fnmatch import fnmatch
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from minipaged.ops.cuda import HEAD_DIMS
-from minipaged.ops.nvrtc import NvrtcError
+from minipaged.ops.nvrtc import Nvrtc, NvrtcError, find_toolkit
 from tests.cuda.kernels import ELEMENTS
 from tests.cuda.nvrtc import ARCHITECTURES, budgets, compile_for
 from tests.cuda.toolchain import CUDA
@@ -42,6 +43,21 @@ def test_resources(path: Path, architecture: int) -> None:
             assert resources.spills == 0, where
             assert resources.registers <= budget.registers, where
             assert resources.shared <= budget.shared, where
+
+
+def test_the_library_that_nvrtc_opens_by_name_is_loaded_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every wheel of NVRTC finds it otherwise."""
+    loaded: list[str] = []
+    load = ctypes.CDLL
+
+    def note(path: str) -> ctypes.CDLL:
+        loaded.append(Path(path).name)
+        return load(path)
+
+    monkeypatch.setattr(ctypes, "CDLL", note)
+    toolkit = find_toolkit(12)
+    version = Nvrtc(toolkit).version.split()[0]
+    assert loaded == [f"libnvrtc-builtins.so.{version}", toolkit.library.name]
 
 
 def test_an_error_is_nvrtcs_own() -> None:
