@@ -17,9 +17,12 @@
 // Bytes moved: a greedy row is read once, 4 * vocab_size (64 rows of 128k tokens: 33 MB, 7 us on 4.8 TB/s; one row: 512
 // KB by one SM). A draw reads the row twice more, top-k and top-p 6 times each, from L2; that is bound by the some 40
 // instructions per token and pass, not by bytes: by arithmetic 20 us per pass over 128k tokens, for all rows at once.
+// Log-probabilities read the row twice, the most likely tokens some six times more. A penalty moves 8 bytes and a
+// sector of 32, read and written (256 rows of 2,000 tokens: 37 MB, 8 us); a bias as much, and each row reads the rows of
+// all biases, from L2.
 //
 // Budget: sample: 64 registers, 2384 bytes of shared memory
-// Budget: logprobs: 64 registers, 3412 bytes of shared memory
+// Budget: logprobs: 64 registers, 2644 bytes of shared memory
 // Budget: penalise: 32 registers, 0 bytes of shared memory
 // Budget: add_bias: 32 registers, 0 bytes of shared memory
 
@@ -29,7 +32,7 @@ constexpr unsigned kAll = 0xffffffff;
 constexpr float kLargest = 3.402823466e38f;
 constexpr float kUnit = 17592186044416.0f;  // 2^44, the weight of the most likely token
 constexpr int kDigits = 256;
-constexpr int kMaxTop = 256;  // log-probabilities returned per row
+constexpr int kMaxTop = 64;  // log-probabilities returned per row: MAX_LOGPROBS of minipaged/params.py
 
 using Amount = unsigned long long;
 
@@ -277,8 +280,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) sample(
 }
 
 // chosen float32 [num_rows]: log-softmax of logits at token_ids; top_ids int32, top_logprobs float32 [num_rows,
-// num_top]: the most likely tokens and theirs, ties by smaller id; num_top is at most 256 and vocab_size. NaN and -1
-// where the token id is -1, or the logits hold NaN or nothing above -inf.
+// num_top]: the most likely tokens and theirs, ties by smaller id; num_top is at most kMaxTop and vocab_size. NaN and
+// -1 where the token id is -1, or the logits hold NaN or nothing above -inf.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) logprobs(
     const float* __restrict__ logits, const int* __restrict__ token_ids, float* __restrict__ chosen,
     int* __restrict__ top_ids, float* __restrict__ top_logprobs, int vocab_size, int num_top) {
@@ -325,8 +328,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) logprobs(
     }
 }
 
-// Penalties, in place. The arrays are those of Penalties: rows int32 [P], starts int32 [P + 1], token_ids and counts int32
-// [E], the others float32 [P]. Grid: ceil(E / 512); a thread owns an entry, whose token no other entry of its row has.
+// Penalties, in place. The arrays are those of Penalties: rows int32 [P], starts int32 [P + 1], token_ids and counts
+// int32 [E], the others float32 [P]. Grid: ceil(E / 512); a thread owns an entry, whose token no other entry of its row
+// has.
 extern "C" __global__ void __launch_bounds__(kThreads) penalise(
     float* __restrict__ logits, const int* __restrict__ rows, const int* __restrict__ starts,
     const int* __restrict__ token_ids, const int* __restrict__ counts, const float* __restrict__ repetition,

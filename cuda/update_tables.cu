@@ -3,8 +3,10 @@
 //   block_tables  int32, all rows one after the other
 //   places        int64 [num_entries], distinct; blocks int32 [num_entries]
 //
-// Grid: ceil(num_entries / 256) blocks of 256 threads, one entry each.
-// Bytes moved: 16 * num_entries, and a sector of 32 bytes for each place.
+// Grid: ceil(num_entries / 256) blocks of 256 threads. A block owns 256 entries, a warp 32, a thread one: it reads 12
+// bytes, and writes 4 where their place is.
+// Bytes moved: 12 * num_entries, and a sector of 32 bytes read and written for each place: 1.2 MB for the 16,384
+// entries that travel with a step at most, 0.3 us at 4.8 TB/s. A decode changes few; then the launch is all it takes.
 //
 // Budget: update_tables: 16 registers, 0 bytes of shared memory
 

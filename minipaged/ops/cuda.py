@@ -394,13 +394,13 @@ class CudaOps:
         """By one kernel."""
         vectors = cache.nbytes // len(cache) // 16
         arguments = (cache, self.upload(np.array(blocks, np.int32)), np.float32(value), np.int32(vectors))
-        self._kernels.launch("fill_blocks", (len(blocks), -(-vectors // 1024)), 256, arguments)
+        self._kernels.launch("fill_blocks", (len(blocks) * -(-vectors // 1024),), 256, arguments)
 
     def copy_blocks(self, cache: cupy.ndarray, pairs: Sequence[tuple[int, int]]) -> None:
         """All of them by one kernel."""
         vectors = cache.nbytes // len(cache) // 16
         arguments = (cache, self.upload(np.array(pairs, np.int32)), np.int32(vectors))
-        self._kernels.launch("copy_blocks", (len(pairs), -(-vectors // 1024)), 256, arguments)
+        self._kernels.launch("copy_blocks", (len(pairs) * -(-vectors // 1024),), 256, arguments)
 
     def blocks_to_host(
         self, cache: cupy.ndarray, host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]

@@ -95,12 +95,12 @@ class Kernels:
         """In place."""
         vectors = cache[0].nbytes // 16
         # The kernel knows no element type; its pointer is to 16-byte vectors.
-        grid = (len(pairs), -(-vectors // 1024))
+        grid = (len(pairs) * -(-vectors // 1024),)
         self.kernel("copy_blocks")(grid, (256,), (cache, pairs, np.int32(vectors)), execution=self.execution)
 
     def fill_blocks(self, cache: Array, blocks: NDArray[np.int32], value: float) -> None:
         """In place."""
         vectors = cache[0].nbytes // 16
-        grid = (len(blocks), -(-vectors // 1024))
+        grid = (len(blocks) * -(-vectors // 1024),)
         arguments = (cache, blocks, np.float32(value), np.int32(vectors))
         self.kernel("fill_blocks")(grid, (256,), arguments, execution=self.execution)

@@ -61,6 +61,19 @@ def test_copy_blocks_and_fill_blocks() -> None:
     np.testing.assert_array_equal(cache[-3], 0)
 
 
+def test_blocks_of_more_than_a_gigabyte() -> None:
+    """As many blocks of threads for each as a grid has in its x alone."""
+    size = 2**16 * 1024 * 8 + 8
+    with TemporaryFile() as file:
+        cache = np.memmap(file, np.float16, "w+", shape=(3, size))
+    cache[0, -8:] = np.arange(8)
+    kernels = Kernels("__half", execution=LAST)
+    kernels.copy_blocks(cache, np.array([[1, 2], [0, 1]], np.int32))
+    assert cache[1, -8:].tolist() == [*range(8)]
+    kernels.fill_blocks(cache, np.array([1, 2], np.int32), 0.5)
+    assert cache[1:, -8:].tolist() == [[*range(8)], [0.5] * 8]
+
+
 def multiply_last(tile: Tile, x: NDArray[np.float16], weight: NDArray[np.float16]) -> None:
     """The last tile of x @ weight.T + residual by a kernel; compared with NumPy's."""
     residual, out = np.zeros((2, len(x), len(weight)), np.float16)

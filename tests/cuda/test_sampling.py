@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from numpy.typing import NDArray
 
 from minipaged.ops import reference_sampling
 from minipaged.ops.base import Bias, Penalties, Sampled, SamplingBatch
+from minipaged.params import MAX_LOGPROBS
 from tests.cuda.emulated import Execution, Kernel, Order, load
 from tests.cuda.toolchain import CUDA
 
@@ -265,3 +268,8 @@ def test_no_fault_in_check_mode(vocab_size: int) -> None:
     np.testing.assert_array_equal(adjusted, reference_sampling.adjust_logits(logits, penalties, bias))
     ours = sample(adjusted, logits, batch, Order.SHUFFLED, checked=True)
     assert_equal(ours, reference_sampling.sample(adjusted, logits, batch))
+
+
+def test_a_request_can_ask_for_as_many_logprobs_as_the_kernel_returns() -> None:
+    [most] = re.findall(r"constexpr int kMaxTop = (\d+);", (CUDA / "sampling.cu").read_text(encoding="utf-8"))
+    assert int(most) == MAX_LOGPROBS

@@ -109,7 +109,7 @@ def run_copy_blocks(module: ModuleApart, execution: Execution) -> None:
     before: Array = RNG(0).integers(0, 256, (4, 1100 * 16), dtype=np.uint8)
     cache = before.copy()
     pairs = np.array([[3, 0], [2, 1]], np.int32)
-    module.kernels["copy_blocks"]((2, 2), (256,), (cache, pairs, np.int32(1100)), execution=execution)
+    module.kernels["copy_blocks"]((4,), (256,), (cache, pairs, np.int32(1100)), execution=execution)
     np.testing.assert_array_equal(cache, before[[3, 2, 2, 3]])
 
 
@@ -117,7 +117,7 @@ def run_fill_blocks(module: ModuleApart, execution: Execution) -> None:
     cache = np.zeros((4, 1100 * 8), np.float16)
     blocks = np.array([3, 1], np.int32)
     arguments = (cache, blocks, np.float32(0.1), np.int32(1100))
-    module.kernels["fill_blocks"]((2, 2), (256,), arguments, execution=execution)
+    module.kernels["fill_blocks"]((4,), (256,), arguments, execution=execution)
     np.testing.assert_array_equal(cache[[0, 2]], 0)
     np.testing.assert_array_equal(cache[[1, 3]], np.float16(0.1))
 
