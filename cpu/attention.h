@@ -1,8 +1,9 @@
 /* Causal attention of every token over its sequence's positions 0..p (the last `window` of them) in the paged cache.
  *
- * input: q [rows, in_stride], head h at h * head_dim; output [rows, query heads * head_dim]. A piece of work is a KV
- * head and up to QUERIES tokens of one sequence; its rows are those tokens' query heads. K is [head_dim, block_size] in
- * its block: a vector's lanes are positions, and scores need no sum across lanes. V is [block_size, head_dim].
+ * input: q [rows, in_stride], head h at h * head_dim; output [rows, query heads * head_dim]. A piece of work is up to
+ * QUERIES tokens of one sequence and some KV heads; its rows are those tokens' query heads, KV head after KV head. K is
+ * [head_dim, block_size] in its block: a vector's lanes are positions, and scores need no sum across lanes. V is
+ * [block_size, head_dim].
  *
  * Online softmax (arXiv:2205.14135), tile after tile of SPAN positions counted from position 0. Up to ROWS rows go
  * through a tile together, so that what is loaded of K and V serves all of them from registers. Each row's numbers come
@@ -16,7 +17,7 @@
 
 #include "rows.h"
 
-enum { QUERIES = 8, HEADS = 8, ROWS = 4, SPAN = 64, MAX_HEAD_DIM = 256, MAX_BLOCK = 64 };
+enum { QUERIES = 8, HEADS = 8, KV_HEADS = 8, ROWS = 4, SPAN = 64, MAX_HEAD_DIM = 256, MAX_BLOCK = 64 };
 /* Blocks of a single position take a vector each; the one more keeps rows off one cache set. */
 enum { MAX_SCORES = (SPAN + 1) * LANES };
 
@@ -32,6 +33,7 @@ typedef struct {
 /* Where the blocks of a tile are. */
 typedef struct {
     const char *keys[SPAN], *values[SPAN];
+    int64_t head;   /* bytes from there to the KV head in turn */
     int first, end; /* blocks [first, end) of the tile are there */
     int base;       /* position of the first slot */
     int size;       /* positions of a block */
@@ -69,7 +71,7 @@ INLINE void score_vectors(const Span *span, Ahead *ahead, int dim, float scale, 
     vfloat sums[ROWS][4];
     for (int v = 0; v < count; v++) {
         const int at = vector + v, block = at / span->vectors, offset = at % span->vectors * LANES;
-        keys[v] = span->keys[block] + offset * (kind == KIND_F32 ? 4 : 2);
+        keys[v] = span->keys[block] + span->head + offset * (kind == KIND_F32 ? 4 : 2);
         for (int r = 0; r < num_rows; r++) sums[r][v] = spread(0);
     }
 #pragma GCC unroll 4
@@ -140,7 +142,7 @@ INLINE void add_vectors(const Span *span, Ahead *ahead, int dim, int element, co
         for (int j = low > base ? low - base : 0; j < end; j++) {
             vfloat value[4];
             for (int v = 0; v < count; v++)
-                value[v] = load_element(span->values[block], (int64_t)j * dim + element + v * LANES, kind);
+                value[v] = load_element(span->values[block] + span->head, (int64_t)j * dim + element + v * LANES, kind);
             for (int r = 0; r < num_rows; r++)
                 for (int v = 0; v < count; v++) sums[r][v] = fma_(value[v], spread(weights[r][first + j]), sums[r][v]);
             if (j % 4 == 0) look_ahead(ahead);
@@ -163,7 +165,7 @@ INLINE void add_positions(const Span *span, Ahead *ahead, int dim, const Row *ro
         for (int r = 0; r < num_rows; r++)
             for (int at = low; at < high; at++) {
                 const int block = at / span->size, j = at % span->size;
-                const float value = load_element(span->values[block], (int64_t)j * dim + i, kind)[0];
+                const float value = load_element(span->values[block] + span->head, (int64_t)j * dim + i, kind)[0];
                 rows[r].acc[i] += value * weights[r][block * span->vectors * LANES + j];
             }
 }
@@ -188,6 +190,19 @@ INLINE void add_rows(const Span *span, Ahead *ahead, int dim, const Row *rows, f
         add_positions(span, ahead, dim, rows + r, weights + r, common_high, high[r], 1, kind);
 }
 
+/* By hand: the compiler cannot know that x is nothing that the loops around these read. */
+INLINE void multiply_row(float *x, float factor, int dim) {
+    int i = 0;
+    for (; i + LANES <= dim; i += LANES) store(x + i, load(x + i) * spread(factor));
+    for (; i < dim; i++) x[i] *= factor;
+}
+
+INLINE void divide_row(float *x, float divisor, int dim) {
+    int i = 0;
+    for (; i + LANES <= dim; i += LANES) store(x + i, load(x + i) / spread(divisor));
+    for (; i < dim; i++) x[i] /= divisor;
+}
+
 /* One tile for up to ROWS rows. */
 INLINE void attend_rows(const Command *c, const Span *span, Ahead *ahead, Row *rows, const int num_rows,
                         const int kind) {
@@ -207,8 +222,7 @@ INLINE void attend_rows(const Command *c, const Span *span, Ahead *ahead, Row *r
     score_rows(span, ahead, dim, c->scale, rows, vector, end_vector, scores, num_rows, kind);
     for (int r = 0; r < num_rows; r++) {
         const float keep = weigh_row(span, rows + r, scores[r], vector, end_vector);
-        if (keep != 1)
-            for (int i = 0; i < dim; i++) rows[r].acc[i] *= keep;
+        if (keep != 1) multiply_row(rows[r].acc, keep, dim);
     }
     add_rows(span, ahead, dim, rows, scores, num_rows, kind);
 }
@@ -232,21 +246,35 @@ INLINE AttendRows *attend_function(int num_rows, int kind) {
     return functions[kind][num_rows - 1];
 }
 
-/* Pieces are numbered through sequences, their blocks of tokens, and KV heads. */
+/* Pieces are numbered through sequences, their blocks of tokens, and shares of the KV heads. */
 typedef struct {
-    int sequence, number, head;  /* number: among the sequence's pieces */
+    int sequence, number;        /* number: among the sequence's pieces */
+    int first_head, end_head;    /* KV heads [first_head, end_head) */
     int first, end;              /* tokens [first, end) of the step */
     int first_block, last_block; /* that they see, by their place in the table */
 } Piece;
 
-INLINE int sequence_pieces(const Command *c, int sequence) {
+INLINE int token_blocks(const Command *c, int sequence) {
     const int tokens = c->batch->query_starts[sequence + 1] - c->batch->query_starts[sequence];
-    return (tokens + QUERIES - 1) / QUERIES * c->num_kv_heads;
+    return (tokens + QUERIES - 1) / QUERIES;
 }
 
-INLINE int attention_pieces(const Command *c) {
+/* KV heads of a piece. Those of a block lie together, and are best read together, if that leaves enough pieces. */
+INLINE int heads_together(const Command *c, int num_threads) {
+    int blocks = 0;
+    for (int s = 0; s < c->batch->num_sequences; s++) blocks += token_blocks(c, s);
+    if (blocks < 8 * num_threads) return 1;
+    return c->num_kv_heads < KV_HEADS ? c->num_kv_heads : KV_HEADS;
+}
+
+INLINE int sequence_pieces(const Command *c, int sequence, int heads) {
+    return token_blocks(c, sequence) * ((c->num_kv_heads + heads - 1) / heads);
+}
+
+INLINE int attention_pieces(const Command *c, int num_threads) {
+    const int heads = heads_together(c, num_threads);
     int pieces = 0;
-    for (int s = 0; s < c->batch->num_sequences; s++) pieces += sequence_pieces(c, s);
+    for (int s = 0; s < c->batch->num_sequences; s++) pieces += sequence_pieces(c, s, heads);
     return pieces;
 }
 
@@ -255,15 +283,18 @@ INLINE int first_seen(const Command *c, int position) {
 }
 
 /* The piece with the given number, counted from the first of sequence s on; 0 if there are not so many. */
-INLINE int find_piece(const Command *c, int s, int number, Piece *piece) {
+INLINE int find_piece(const Command *c, int s, int number, int heads, Piece *piece) {
     const BatchHeader *batch = c->batch;
-    for (; s < batch->num_sequences && number >= sequence_pieces(c, s); s++) number -= sequence_pieces(c, s);
+    for (; s < batch->num_sequences && number >= sequence_pieces(c, s, heads); s++)
+        number -= sequence_pieces(c, s, heads);
     if (s == batch->num_sequences) return 0;
-    const int first = batch->query_starts[s] + number / c->num_kv_heads * QUERIES, limit = batch->query_starts[s + 1];
+    const int shares = (c->num_kv_heads + heads - 1) / heads, first_head = number % shares * heads;
+    const int end_head = first_head + heads < c->num_kv_heads ? first_head + heads : c->num_kv_heads;
+    const int first = batch->query_starts[s] + number / shares * QUERIES, limit = batch->query_starts[s + 1];
     const int end = first + QUERIES < limit ? first + QUERIES : limit;
     const int first_block = first_seen(c, batch->positions[first]) / c->block_size;
     const int last_block = batch->positions[end - 1] / c->block_size;
-    *piece = (Piece){s, number, number % c->num_kv_heads, first, end, first_block, last_block};
+    *piece = (Piece){s, number, first_head, end_head, first, end, first_block, last_block};
     return 1;
 }
 
@@ -277,28 +308,31 @@ INLINE void find_span(const Command *c, const Piece *piece, int tile, Span *span
     span->first = piece->first_block > column ? piece->first_block - column : 0;
     span->end = piece->last_block < column + blocks ? piece->last_block + 1 - column : blocks;
     for (int b = span->first; b < span->end; b++) {
-        span->keys[b] = (const char *)c->cache + cache_offset(c, table[column + b], 0, piece->head) * element;
-        span->values[b] = (const char *)c->cache + cache_offset(c, table[column + b], 1, piece->head) * element;
+        span->keys[b] = (const char *)c->cache + cache_offset(c, table[column + b], 0, piece->first_head) * element;
+        span->values[b] = (const char *)c->cache + cache_offset(c, table[column + b], 1, piece->first_head) * element;
     }
 }
 
 static void attention(const Command *c, int index, int num_threads) {
     const int dim = c->head_dim, group = c->num_query_heads / c->num_kv_heads, blocks = SPAN / c->block_size;
+    const int heads = heads_together(c, num_threads);
     Piece piece, next; /* next: most likely this thread's */
-    find_piece(c, 0, index, &piece);
-    if (!find_piece(c, piece.sequence, piece.number + num_threads, &next)) next = piece;
+    find_piece(c, 0, index, heads, &piece);
+    if (!find_piece(c, piece.sequence, piece.number + num_threads, heads, &next)) next = piece;
     const int block_bytes = c->block_size * dim * (c->kind == KIND_F32 ? 4 : 2);
-    Row rows[QUERIES * HEADS];
+    Row rows[KV_HEADS][QUERIES * HEADS];
     for (int g0 = 0; g0 < group; g0 += HEADS) { /* so many query heads at a time that `rows` is bounded */
         int count = 0;
         for (int t = piece.first; t < piece.end; t++)
-            for (int g = g0; g < group && g < g0 + HEADS; g++) {
-                const int h = piece.head * group + g, position = c->batch->positions[t];
-                float *out = (float *)c->output + ((int64_t)t * c->num_query_heads + h) * dim;
-                memset(out, 0, dim * sizeof(float));
-                const float *query = (const float *)c->input + (int64_t)t * c->in_stride + h * dim;
-                rows[count++] = (Row){query, out, spread(0), -INFINITY, first_seen(c, position), position};
-            }
+            for (int g = g0; g < group && g < g0 + HEADS; g++, count++)
+                for (int head = piece.first_head; head < piece.end_head; head++) {
+                    const int h = head * group + g, position = c->batch->positions[t];
+                    float *out = (float *)c->output + ((int64_t)t * c->num_query_heads + h) * dim;
+                    memset(out, 0, dim * sizeof(float));
+                    const float *query = (const float *)c->input + (int64_t)t * c->in_stride + h * dim;
+                    rows[head - piece.first_head][count] =
+                        (Row){query, out, spread(0), -INFINITY, first_seen(c, position), position};
+                }
         Span spans[2];
         const int last = piece.last_block / blocks;
         int tile = piece.first_block / blocks, now = 0;
@@ -309,14 +343,19 @@ static void attention(const Command *c, int index, int num_threads) {
                 find_span(c, &piece, tile + 1, then);
             else
                 find_span(c, &next, next.first_block / blocks, then);
-            Ahead ahead = {then, then->first, 0, 0, block_bytes};
-            for (int r = 0; r < count; r += ROWS)
-                attend_function(count - r < ROWS ? count - r : ROWS, c->kind)(c, &spans[now], &ahead, rows + r);
+            Ahead ahead = {then, then->first, 0, 0, block_bytes * (piece.end_head - piece.first_head)};
+            for (int head = 0; head < piece.end_head - piece.first_head; head++) {
+                spans[now].head = (int64_t)head * block_bytes;
+                for (int r = 0; r < count; r += ROWS)
+                    attend_function(count - r < ROWS ? count - r : ROWS, c->kind)(c, &spans[now], &ahead,
+                                                                                  rows[head] + r);
+            }
         }
-        for (int r = 0; r < count; r++) {
-            const float total = sum_lanes(rows[r].total);
-            for (int i = 0; i < dim; i++) rows[r].acc[i] /= total;
-        }
+        for (int head = 0; head < piece.end_head - piece.first_head; head++)
+            for (int r = 0; r < count; r++) {
+                const Row *row = &rows[head][r];
+                divide_row(row->acc, sum_lanes(row->total), dim);
+            }
     }
 }
 

@@ -27,7 +27,7 @@ static int pieces(const void *commands, int index, int num_threads) {
     switch (c->op) {
     case OP_LINEAR: return linear_pieces(c, num_threads);
     case OP_GATED_LINEAR: return gated_linear_pieces(c, num_threads);
-    case OP_ATTENTION: return attention_pieces(c);
+    case OP_ATTENTION: return attention_pieces(c, num_threads);
     default: return row_pieces(c, num_threads);
     }
 }

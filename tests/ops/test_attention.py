@@ -247,3 +247,51 @@ def test_copying_and_filling_blocks_touches_no_others(host_ops: HostOps, dtype: 
     assert values == [[0], [1], [0], [1], [1]]
     host_ops.copy_blocks(cache, [])
     host_ops.fill_blocks(cache, [], 9.0)
+
+
+@pytest.mark.parametrize("num_kv_heads", [2, 9, 16])
+def test_many_sequences_are_each_as_alone(cpu: CpuOps, num_kv_heads: int) -> None:
+    """To the last bit. Among many, a thread takes several KV heads at a time."""
+    generator = np.random.default_rng(num_kv_heads)
+    lengths = generator.integers(1, 150, 30).tolist()
+    block_size, head_dim = 16, 20
+    tables = shuffled_tables(generator, lengths, block_size, num_blocks=10 * len(lengths))
+    shape = CacheShape(10 * len(lengths), NUM_LAYERS, num_kv_heads, block_size, head_dim)
+    cache = cpu.allocate_cache(shape, "float16")
+    cache[:] = generator.standard_normal(cache.shape).astype(np.float16)
+    query = generator.standard_normal((len(lengths), 2 * num_kv_heads, head_dim), dtype=np.float32)
+    spans = [TokenSpan(row, length - 1, [0]) for row, length in enumerate(lengths)]
+    together = cpu.paged_attention(
+        query, cache, LAYER, make_batch(REFERENCE, spans, tables, block_size), head_dim**-0.5, None
+    )
+    for row, span in enumerate(spans):
+        batch = make_batch(REFERENCE, [span], tables, block_size)
+        alone = cpu.paged_attention(query[row, None].copy(), cache, LAYER, batch, head_dim**-0.5, None)
+        assert alone.tobytes() == together[row].tobytes()
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_what_is_cached_is_rounded_to_nearest(host_ops: HostOps, dtype: str) -> None:
+    """Ties to even; over the whole range of float32, with infinity and NaN."""
+    bits = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32)
+    bits[:2048] &= 0xFFFFF000  # many that lie in the middle between two
+    edges = np.array([0, 65519, 65520, 6e-8, 3e-8, 2.98e-8, 6.1e-5, 3.39e38, np.inf, np.nan], np.float32)
+    exponents = np.random.default_rng(1).integers(-26, 17, 4096)
+    halfway = np.ldexp(np.random.default_rng(2).integers(2048, 4096, 4096) / 2048, exponents).astype(np.float32)
+    numbers = np.concatenate([bits.view(np.float32), edges, -edges, halfway])
+    head_dim = 20
+    values = np.resize(numbers, (-(-numbers.size // head_dim), head_dim))
+    num_tokens, block_size = len(values), 16
+    num_blocks = -(-num_tokens // block_size)
+    cache = host_ops.allocate_cache(CacheShape(num_blocks, NUM_LAYERS, 1, block_size, head_dim), dtype)
+    rope = host_ops.load_rope(
+        np.ones((num_tokens, head_dim // 2), np.float32), np.zeros((num_tokens, head_dim // 2), np.float32)
+    )
+    keys = np.where(np.isfinite(values), values, 1).astype(np.float32)  # rotation would make NaN of infinity
+    tables = np.arange(num_blocks, dtype=np.int32)[None]
+    batch = make_batch(REFERENCE, [TokenSpan(0, 0, [0] * num_tokens)], tables, block_size)
+    host_ops.rope_and_cache(np.concatenate([keys, keys, values], axis=1), rope, cache, LAYER, batch, 1, None)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for cached, given in [(keys_by_slot(host_ops, cache), keys), (cache[:, :, 1], values)]:
+            rows = cached[:, LAYER, 0].reshape(-1, head_dim)[:num_tokens]
+            np.testing.assert_array_equal(rows.astype(np.float64), given.astype(cache.dtype).astype(np.float64))
