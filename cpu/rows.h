@@ -87,10 +87,13 @@ static void embed(const Command *c, int t) {
 
 /* 1 / sqrt(mean(x**2) + eps), in a fixed order. */
 INLINE float inverse_rms(const float *x, int width, float eps) {
-    vfloat squares = spread(0);
+    vfloat squares[4] = {spread(0), spread(0), spread(0), spread(0)}; /* sums that do not wait for one another */
     int k = 0;
-    for (; k + LANES <= width; k += LANES) squares = fma_(load(x + k), load(x + k), squares);
-    float sum = sum_lanes(squares);
+    for (; k + LANES <= width; k += LANES) {
+        vfloat *sum = &squares[k / LANES % 4];
+        *sum = fma_(load(x + k), load(x + k), *sum);
+    }
+    float sum = sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]));
     for (; k < width; k++) sum += x[k] * x[k];
     return 1 / sqrtf(sum / (float)width + eps);
 }
@@ -123,51 +126,22 @@ static void take_rows(const Command *c, int t) {
     if (c->made.q) quantise_row(x, c->in, &c->made, t);
 }
 
-INLINE uint16_t to_half(float x) {
-#if defined(__AVX2__)
-    return (uint16_t)_cvtss_sh(x, 0);
-#elif defined(__aarch64__)
-    __fp16 half = (__fp16)x;
-    uint16_t bits;
-    memcpy(&bits, &half, 2);
-    return bits;
-#else
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
-    if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00);
-    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
-    if (magnitude < 0x38800000) { /* subnormal: let the addition of 0.5 round at the right bit */
-        float scaled;
-        memcpy(&scaled, &magnitude, 4);
-        scaled += 0.5f;
-        memcpy(&magnitude, &scaled, 4);
-        return (uint16_t)(sign | (magnitude - 0x3f000000));
-    }
-    return (uint16_t)(sign | ((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13));
-#endif
-}
-
-INLINE uint16_t to_bfloat(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
 /* Write `count` numbers to the cache, `step` elements apart. */
 INLINE void store_kv(void *cache, int kind, int64_t at, int64_t step, const float *x, int count) {
-    float *floats = (float *)cache + at;
-    uint16_t *halves = (uint16_t *)cache + at;
-    switch (kind) {
-    case KIND_F32:
-        for (int i = 0; i < count; i++) floats[i * step] = x[i];
-        break;
-    case KIND_F16:
-        for (int i = 0; i < count; i++) halves[i * step] = to_half(x[i]);
-        break;
-    default:
-        for (int i = 0; i < count; i++) halves[i * step] = to_bfloat(x[i]);
+    const int bytes = kind == KIND_F32 ? 4 : 2;
+    char *to = (char *)cache + at * bytes;
+    for (int i = 0; i < count; i += LANES) {
+        const int width = count - i < LANES ? count - i : LANES;
+        float numbers[LANES] = {0};
+        memcpy(numbers, x + i, width * sizeof(float));
+        const vhalf halves = kind == KIND_F16 ? float_to_half(load(numbers)) : float_to_bfloat(load(numbers));
+        const char *elements = kind == KIND_F32 ? (const char *)numbers : (const char *)&halves;
+        if (step == 1)
+            memcpy(to + (int64_t)i * bytes, elements, width * bytes);
+        else if (kind == KIND_F32)
+            for (int j = 0; j < width; j++) memcpy(to + (i + j) * step * 4, elements + j * 4, 4);
+        else
+            for (int j = 0; j < width; j++) memcpy(to + (i + j) * step * 2, elements + j * 2, 2);
     }
 }
 

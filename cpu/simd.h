@@ -184,6 +184,33 @@ INLINE vfloat load_bfloat(const uint16_t *p) {
     return (vfloat)(__builtin_convertvector(h, vuint) << 16);
 }
 
+/* To nearest, ties to even; NaN stays NaN. */
+INLINE vhalf float_to_half(vfloat x) {
+#if defined(__AVX512BW__)
+    return (vhalf)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__AVX2__)
+    return (vhalf)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+    return (vhalf)vcvt_f16_f32((float32x4_t)x);
+#else
+    const vuint bits = (vuint)x, sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    const vuint normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    const vuint subnormal = (vuint)((vfloat)magnitude + 0.5f) - 0x3f000000; /* the addition rounds at the right bit */
+    const vuint is_small = (vuint)(magnitude < 0x38800000), is_nan = (vuint)(magnitude > 0x7f800000);
+    const vuint is_infinite = (vuint)(magnitude >= 0x477ff000) & ~is_nan;
+    const vuint finite = (subnormal & is_small) | (normal & ~is_small);
+    const vuint half = (0x7e00 & is_nan) | (0x7c00 & is_infinite) | (finite & ~is_nan & ~is_infinite);
+    return __builtin_convertvector(sign | half, vhalf);
+#endif
+}
+
+/* Likewise. */
+INLINE vhalf float_to_bfloat(vfloat x) {
+    const vuint bits = (vuint)x, is_nan = (vuint)((bits & 0x7fffffff) > 0x7f800000);
+    const vuint rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
+    return __builtin_convertvector((quiet & is_nan) | (rounded & ~is_nan), vhalf);
+}
+
 INLINE vhalf low_halves(vuint v) {
 #if defined(__AVX512BW__)
     return (vhalf)_mm512_cvtepi32_epi16((__m512i)v);
