@@ -18,8 +18,8 @@
 // KB by one SM). A draw reads the row twice more, top-k and top-p 6 times each, from L2; that is bound by the some 40
 // instructions per token and pass, not by bytes: by arithmetic 20 us per pass over 128k tokens, for all rows at once.
 // Log-probabilities read the row twice, the most likely tokens some six times more. A penalty moves 8 bytes and a
-// sector of 32, read and written (256 rows of 2,000 tokens: 37 MB, 8 us); a bias as much, and each row reads the rows of
-// all biases, from L2.
+// sector of 32, read and written (256 rows of 2,000 tokens: 37 MB, 8 us); a bias as much, and each row reads the rows
+// of all biases, from L2.
 //
 // Budget: sample: 64 registers, 2384 bytes of shared memory
 // Budget: logprobs: 64 registers, 2644 bytes of shared memory

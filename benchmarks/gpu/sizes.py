@@ -113,4 +113,4 @@ TINY = Sizes(
     new_tokens=3,
     swap_blocks=3,
 )
-"""For an emulated GPU."""
+"""For the fake GPU of the tests."""

@@ -202,7 +202,8 @@ class CudaOps:
     def download(self, array: cupy.ndarray) -> NDArray[np.float32]:
         """When all that was launched is done."""
         with cuda_errors("copy from its memory"):
-            host: NDArray[np.float32] = array.get(stream=self._stream)
+            # With CUPY_ENABLE_UMP=1, CuPy would hand out some memory of the device itself, without waiting.
+            host: NDArray[np.float32] = array.get(stream=self._stream, out=np.empty(array.shape, array.dtype))
             return host
 
     def close(self) -> None:

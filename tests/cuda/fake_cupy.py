@@ -1,4 +1,4 @@
-"""As much of CuPy as a backend with kernels of its own needs, over a GPU that is not there.
+"""As much of CuPy as a backend with kernels of its own needs, over the fake GPU.
 
 Names and meanings are CuPy's; what is not here, `ops/cuda.py` should not use. Arrays do no arithmetic: kernels do.
 """
@@ -122,7 +122,12 @@ class DeviceArray:
         self._memory.gpu.copy(self.data.ptr, array.ctypes.data, self.nbytes, None if stream is None else stream.queue)
 
     def get(self, stream: Stream | None = None, out: HostArray | None = None, blocking: bool = True) -> HostArray:
-        """Copy to the host, on a stream; without `blocking`, `out` is valid when the stream has been waited for."""
+        """Copy to the host, on a stream; without `blocking`, `out` is valid when the stream has been waited for.
+
+        Without `out` CuPy gives the memory itself, and waits for nothing, where the host can read it.
+        """
+        if out is None and self._memory.gpu.is_unified:
+            return self._layout
         queue = self._memory.gpu.queue if stream is None else stream.queue
         result = np.empty(self.shape, self.dtype) if out is None else out
         if result.shape != self.shape or result.dtype != self.dtype:

@@ -1,4 +1,4 @@
-"""The NVIDIA driver of a machine that is not there."""
+"""A fake NVIDIA driver."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FakeDriver:
         return 0
 
     def cuDeviceGetName(self, name: ctypes.Array[ctypes.c_char], size: int, device: ctypes.c_int) -> int:
-        name.value = b"NVIDIA Imaginary"
+        name.value = b"NVIDIA Fake"
         return 0
 
     def cuDeviceTotalMem_v2(self, memory: Reference, device: ctypes.c_int) -> int:

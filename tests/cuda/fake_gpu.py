@@ -1,4 +1,4 @@
-"""A GPU that is not there: device memory, an allocator, and streams that do their work as late as they may.
+"""The fake GPU: device memory, an allocator, and streams that do their work as late as they may.
 
 What is put on a stream runs when somebody waits for it, so that a missing wait shows as old or poisoned data. Memory is
 poisoned when it is allocated and when it is freed. Work on a stream knows addresses, not arrays: like a real
@@ -70,12 +70,15 @@ class Gpu:
         checked: bool = False,
         deferred: bool = True,
         most_pinned_bytes: int = 1 << 30,
+        is_unified: bool = False,
         execution: Execution | None = None,
     ) -> None:
         self.compute_capability = compute_capability
         self.memory_bytes = memory_bytes
         self.checked = checked
         self.deferred = deferred
+        self.is_unified = is_unified
+        """Whether the host can read its memory, and CuPy was told to make use of that: CUPY_ENABLE_UMP=1."""
         self.execution = execution or Execution()
         self.shared_limit = SHARED_LIMITS[compute_capability]
         self._memory = np.empty(memory_bytes + ALIGNMENT, np.uint8)

@@ -1,4 +1,4 @@
-"""A compiler for the GPU that is not there: its code is the source, which the fake CuPy gives to the emulator."""
+"""A compiler for the fake GPU: its code is the source, which the fake CuPy gives to the emulator."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The whole engine over a GPU that is not there."""
+"""The whole engine on the fake GPU."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import random
 import time
@@ -37,7 +36,7 @@ from tests.batches import TokenSpan, make_batch
 from tests.company import TOGETHER, Recorder, check_company, random_jobs
 from tests.cuda.fake_cupy import Function
 from tests.cuda.fake_gpu import CudaError, Gpu
-from tests.cuda.imaginary import imaginary_gpu
+from tests.cuda.machine import assert_nothing_left, use_fake_gpu
 from tests.engines import minipaged_threads, tiny_engine
 from tests.test_engine_random import SETTINGS, one_request
 from tests.tiny import write_tiny_model
@@ -60,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gpu() -> Iterator[Gpu]:
-    with imaginary_gpu(Gpu(memory_bytes=48 << 20)) as gpu:
+    with use_fake_gpu(Gpu(memory_bytes=48 << 20)) as gpu:
         yield gpu
 
 
@@ -238,12 +237,9 @@ def test_an_engine_that_nobody_closes_frees_the_gpu_when_it_is_lost(model: Path,
         assert gpu.pinned
 
     anyio.run(main)
-    gc.collect()
-    while minipaged_threads():  # one may have been in a step that had been queued already
+    assert_nothing_left(gpu)  # a thread may be in a step that had been queued already
+    while minipaged_threads():
         time.sleep(0.001)
-        gc.collect()
-    gc.collect()
-    assert (gpu.unpooled_bytes, gpu.pinned) == (0, {})
 
 
 def test_a_gpu_that_fails_is_the_end_of_the_engine(model: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

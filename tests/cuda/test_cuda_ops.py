@@ -1,4 +1,4 @@
-"""CudaOps over a GPU that is not there, against ReferenceOps: what it computes, keeps, refuses and frees."""
+"""CudaOps on the fake GPU, against ReferenceOps: what it computes, keeps, refuses and frees."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from minipaged.progress import no_progress
 from tests.batches import NOWHERE, TokenSpan, make_batch
 from tests.cuda.fake_cupy import Function, Graph, Stream
 from tests.cuda.fake_gpu import CudaError, Gpu
-from tests.cuda.imaginary import KV_SPLIT, Machine, imaginary_gpu
-from tests.cuda.test_sampling import assert_equal, random_adjustments, random_batch, random_logits
+from tests.cuda.machine import KV_SPLIT, Machine, use_fake_gpu
+from tests.cuda.sampling_kernels import assert_equal, random_adjustments, random_batch, random_logits
 from tests.ops.encoded import float_tensor, random_tensor
 from tests.tiny import write_tiny_model
 
@@ -89,7 +89,7 @@ def machine(
     max_model_len: int = MAX_MODEL_LEN,
     checked: bool = False,
 ) -> Iterator[tuple[Machine, Gpu]]:
-    with imaginary_gpu(Gpu(memory_bytes=48 << 20, checked=checked)) as gpu:
+    with use_fake_gpu(Gpu(memory_bytes=48 << 20, checked=checked)) as gpu:
         made = Machine(model, element=element, graphs=graphs, max_model_len=max_model_len, num_blocks=NUM_BLOCKS)
         yield made, gpu
         made.ops.close()
@@ -370,7 +370,7 @@ TYPES = ElementTypes(weights="auto", cache="auto", stored="F16")
     ],
 )
 def test_a_model_that_the_kernels_cannot_compute_is_refused(dimensions: Dimensions, message: str) -> None:
-    with imaginary_gpu(Gpu()):
+    with use_fake_gpu(Gpu()):
         ops = CudaOps()
         with pytest.raises(UnsupportedModelError, match=message):
             ops.prepare(dimensions, TYPES, no_progress)
@@ -386,7 +386,7 @@ def test_a_model_that_the_kernels_cannot_compute_is_refused(dimensions: Dimensio
 )
 def test_settings_that_the_kernels_cannot_compute_are_refused(types: ElementTypes, message: str) -> None:
     """Not as a model: "auto" must not take the CPU because of them."""
-    with imaginary_gpu(Gpu()):
+    with use_fake_gpu(Gpu()):
         ops = CudaOps()
         with pytest.raises(ConfigError, match=message) as caught:
             ops.prepare(DIMENSIONS, types, no_progress)
@@ -401,7 +401,7 @@ def test_other_devices_convert_no_weights() -> None:
 
 @pytest.mark.parametrize(("stored", "element"), [("BF16", "bfloat16"), ("F16", "float16"), ("Q4_1", "float16")])
 def test_weights_have_the_type_of_the_checkpoint(stored: str, element: str) -> None:
-    with imaginary_gpu(Gpu()):
+    with use_fake_gpu(Gpu()):
         ops = CudaOps()
         ops.prepare(DIMENSIONS, replace(TYPES, stored=stored), no_progress)
         assert ops.kv_dtype == element
@@ -411,20 +411,33 @@ def test_weights_have_the_type_of_the_checkpoint(stored: str, element: str) -> N
 @pytest.mark.parametrize("head_dim", cuda_ops.HEAD_DIMS)
 @pytest.mark.parametrize("capability", ["80", "86", "90", "120"])
 def test_every_architecture_has_the_shared_memory_that_the_kernels_take(capability: str, head_dim: int) -> None:
-    with imaginary_gpu(Gpu(compute_capability=capability)):
+    with use_fake_gpu(Gpu(compute_capability=capability)):
         ops = CudaOps()
         ops.prepare(replace(DIMENSIONS, head_dim=head_dim), TYPES, no_progress)
         ops.close()
 
 
 def test_memory_for_the_cache_is_what_the_fraction_leaves() -> None:
-    with imaginary_gpu(Gpu(memory_bytes=64 << 20)) as gpu:
+    with use_fake_gpu(Gpu(memory_bytes=64 << 20)) as gpu:
         ops = CudaOps()
         ops.prepare(DIMENSIONS, TYPES, no_progress)
         assert ops.cache_memory(0.5) == 32 << 20
         ops.load_matrix([float_tensor("F16", np.ones((1 << 10, 1 << 10)))])
         assert ops.cache_memory(0.5) == (32 << 20) - gpu.unpooled_bytes == 30 << 20
         assert ops.cache_memory(0.02) == 0
+        ops.close()
+
+
+def test_a_download_waits_and_is_a_copy_where_the_host_can_read_the_memory_of_the_gpu() -> None:
+    with use_fake_gpu(Gpu(is_unified=True)):
+        ops = CudaOps()
+        ops.prepare(DIMENSIONS, TYPES, no_progress)
+        array = np.arange(5, dtype=np.float32)
+        on_device = ops.upload(array)
+        downloaded = ops.download(on_device)
+        np.testing.assert_array_equal(downloaded, array)
+        assert downloaded.ctypes.data != on_device.data.ptr
+        del on_device
         ops.close()
 
 

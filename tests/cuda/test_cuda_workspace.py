@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from minipaged.ops.cuda_memory import CudaMemory
 from minipaged.ops.cuda_workspace import Workspace, WorkspaceFullError
 from tests.cuda.fake_gpu import Gpu
-from tests.cuda.imaginary import imaginary_gpu
+from tests.cuda.machine import use_fake_gpu
 
 if TYPE_CHECKING:
     import cupy
@@ -41,7 +41,7 @@ def serve(workspace: Workspace, requests: list[Request]) -> list[int]:
 @settings(max_examples=25)
 @given(requests=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 9)), max_size=20))
 def test_pieces_in_use_do_not_overlap_and_what_was_counted_is_enough(requests: list[Request]) -> None:
-    with imaginary_gpu(Gpu(memory_bytes=1 << 20)):
+    with use_fake_gpu(Gpu(memory_bytes=1 << 20)):
         memory = CudaMemory()
         workspace = Workspace(memory)
         counted = workspace.count(lambda: serve(workspace, requests))
@@ -54,7 +54,7 @@ def test_pieces_in_use_do_not_overlap_and_what_was_counted_is_enough(requests: l
 
 def test_one_byte_less_than_counted_is_not_enough() -> None:
     requests = [(100, 0), (64, 0), (1, 1), (200, 0)]
-    with imaginary_gpu(Gpu(memory_bytes=1 << 20)):
+    with use_fake_gpu(Gpu(memory_bytes=1 << 20)):
         memory = CudaMemory()
         workspace = Workspace(memory)
         workspace.allocate(workspace.count(lambda: serve(workspace, requests)) - 1, "a test")
@@ -64,7 +64,7 @@ def test_one_byte_less_than_counted_is_not_enough() -> None:
 
 
 def test_a_piece_that_is_claimed_again_is_in_use() -> None:
-    with imaginary_gpu(Gpu(memory_bytes=1 << 20)):
+    with use_fake_gpu(Gpu(memory_bytes=1 << 20)):
         memory = CudaMemory()
         workspace = Workspace(memory)
         workspace.allocate(4096, "a test")

@@ -62,7 +62,7 @@ ABSENT: dict[Callable[[Patch], None], str] = {
     no_driver: r"There is no NVIDIA driver \(libcuda\.so\.1: cannot open",
     no_gpu: r"The NVIDIA driver finds no GPU\.$",
     hidden_gpu: r"finds no GPU\. CUDA_VISIBLE_DEVICES is '', which may hide it",
-    no_cupy: r"There is a GPU \(NVIDIA Imaginary\), but CuPy.* not installed\. pip install 'minipaged\[cuda12\]'$",
+    no_cupy: r"There is a GPU \(NVIDIA Fake\), but CuPy.* not installed\. pip install 'minipaged\[cuda12\]'$",
     no_cupy_of_cuda_13: r"pip install 'minipaged\[cuda13\]'$",
 }
 """A machine or environment that is not meant for CUDA."""
@@ -172,4 +172,4 @@ def test_info_tells_the_gpu(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "none. There is no NVIDIA driver" in shown()
     use_fake_driver(monkeypatch, FakeDriver())
     with_cupy(monkeypatch)
-    assert shown().endswith("NVIDIA Imaginary, 80 GiB, compute capability 8.0")
+    assert shown().endswith("NVIDIA Fake, 80 GiB, compute capability 8.0")

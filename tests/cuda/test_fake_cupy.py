@@ -1,4 +1,4 @@
-"""The GPU that is not there behaves like one: it runs late, forgets what is freed, refuses what a GPU refuses."""
+"""The fake GPU behaves like one: it runs late, forgets what is freed, refuses what a GPU refuses."""
 
 from __future__ import annotations
 

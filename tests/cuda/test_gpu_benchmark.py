@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu`: every part runs to its end on an emulated GPU, with tiny sizes and without PyTorch."""
+"""`python -m benchmarks.gpu`: every part runs to its end on the fake GPU, with tiny sizes and without PyTorch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from benchmarks.gpu.report import BEGIN, END, PAGE, print_table, to_json, write_
 from benchmarks.gpu.rows import Row, row_from_json
 from benchmarks.gpu.sizes import TINY
 from tests.cuda.fake_gpu import Gpu
-from tests.cuda.imaginary import imaginary_gpu
+from tests.cuda.machine import use_fake_gpu
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     for name in ("torch", "transformers"):
         monkeypatch.setitem(sys.modules, name, None)
-    with imaginary_gpu(Gpu()) as gpu:
+    with use_fake_gpu(Gpu()) as gpu:
         yield gpu
 
 
@@ -66,12 +66,12 @@ def test_shares_and_bars() -> None:
 
 
 def test_the_table_and_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table({"card": "Imaginary"}, ROWS, Console(width=200))
+    print_table({"card": "Fake"}, ROWS, Console(width=200))
     table = capsys.readouterr().out
-    assert "card: Imaginary" in table
+    assert "card: Fake" in table
     for shown in ("9,000", "0.8 reached", "0.7 MISSED", "torch is not installed", "FAILED: RuntimeError: a | b"):
         assert shown in table
-    figures = json.loads(to_json({"card": "Imaginary"}, ROWS, 1.25))
+    figures = json.loads(to_json({"card": "Fake"}, ROWS, 1.25))
     assert figures["rows"][0]["share"] == 0.9
 
 
@@ -79,7 +79,7 @@ def test_a_run_replaces_what_the_page_says(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"Before.\n{BEGIN}\nNo run.\n{END}\nAfter.\n")
     for date in ("2030-01-01", "2030-01-02"):
-        write_page({"card": "Imaginary"}, ROWS, date, page)
+        write_page({"card": "Fake"}, ROWS, date, page)
     text = page.read_text()
     assert text.startswith("Before.\n")
     assert text.endswith("After.\n")

@@ -8,7 +8,7 @@ import pytest
 from minipaged.devices import check_cuda
 from minipaged.errors import DeviceError
 from minipaged.ops import cuda_kernels
-from tests.cuda import imaginary, test_cuda_ops
+from tests.cuda import machine, test_cuda_ops
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def no_gpu() -> None:
 
 
 class RealGpu:
-    """What tests ask of an emulated one."""
+    """What tests ask of the fake one."""
 
     deferred = False
     """Nobody knows when it does what it was asked for."""
@@ -38,12 +38,12 @@ def gpu() -> RealGpu:
 
 
 @pytest.fixture(autouse=True)
-def instead_of_the_emulated_gpu(gpu: RealGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def instead_of_the_fake_gpu(gpu: RealGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that are defined in tests/cuda."""
 
     @contextmanager
     def real(_: object) -> Iterator[RealGpu]:
         yield gpu
 
-    monkeypatch.setattr(test_cuda_ops, "imaginary_gpu", real)
-    monkeypatch.setattr(cuda_kernels, "KV_SPLIT", imaginary.KV_SPLIT)
+    monkeypatch.setattr(test_cuda_ops, "use_fake_gpu", real)
+    monkeypatch.setattr(cuda_kernels, "KV_SPLIT", machine.KV_SPLIT)

@@ -1,4 +1,4 @@
-"""What tests/cuda/test_cuda_ops.py asserts on an emulated GPU, on a real one."""
+"""What tests/cuda/test_cuda_ops.py asserts on the fake GPU, on a real one."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from minipaged.ops import reference_sampling
 from minipaged.ops.base import Bias, Penalties, SamplingBatch
-from tests.cuda import test_attention, test_sampling
+from tests.cuda import attention_model, sampling_kernels
+from tests.cuda.attention_model import SPLIT, Model, Span
 from tests.cuda.emulated import Argument, Execution, Module
 from tests.cuda.faults.apart import ModuleApart
 from tests.cuda.kernels import Array, poisoned
-from tests.cuda.test_attention import SPLIT, Model, Span
 from tests.cuda.toolchain import CUDA
 
 RNG = np.random.default_rng
@@ -175,7 +175,7 @@ def run_attention(module: ModuleApart, execution: Execution) -> None:
     chunks += [Span(3, SPLIT + 20, SPLIT + 23)]
     decoded = [Span(row, length - 1, length) for row, length in enumerate(model.lengths)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_attention, "load", lambda *_, **__: module)
+        patch.setattr(attention_model, "load", lambda *_, **__: module)
         for spans, name in ((chunks, "attention"), (decoded, "attention_decode")):
             model.assert_close(spans, model.attend(spans, name, execution.order))
 
@@ -210,9 +210,9 @@ def run_sample(module: ModuleApart, execution: Execution) -> None:
         all_greedy=False,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_sampling, "load", lambda *_, **__: module)
-        ours = test_sampling.sample(logits, logits, batch, execution.order)
-    test_sampling.assert_equal(ours, reference_sampling.sample(logits, logits, batch))
+        patch.setattr(sampling_kernels, "load", lambda *_, **__: module)
+        ours = sampling_kernels.sample(logits, logits, batch, execution.order)
+    sampling_kernels.assert_equal(ours, reference_sampling.sample(logits, logits, batch))
 
 
 def run_logprobs(module: ModuleApart, execution: Execution) -> None:
@@ -268,8 +268,8 @@ def _assert_adjusts(
     bias: Bias[Array] | None,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_sampling, "load", lambda *_, **__: module)
-        adjusted = test_sampling.adjust_logits(logits, penalties, bias, execution.order)
+        patch.setattr(sampling_kernels, "load", lambda *_, **__: module)
+        adjusted = sampling_kernels.adjust_logits(logits, penalties, bias, execution.order)
     np.testing.assert_array_equal(adjusted, reference_sampling.adjust_logits(logits, penalties, bias))
 
 
