@@ -75,9 +75,9 @@ class _Cursor:
 
     def scalars(self, letter: str, count: int) -> list[bool | int | float]:
         self._check_left(count)
-        format = f"<{count}{letter}"
-        values = struct.unpack_from(format, self._buffer, self.offset)
-        self.offset += struct.calcsize(format)
+        layout = struct.Struct(f"<{count}{letter}")  # struct.unpack_from would keep it, and a megabyte around it
+        values = layout.unpack_from(self._buffer, self.offset)
+        self.offset += layout.size
         return list(values)
 
     def integer(self, letter: str) -> int:

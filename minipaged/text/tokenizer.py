@@ -133,7 +133,7 @@ class Tokenizer:
         """The bytes that `token_id` stands for: maybe a part of a character, maybe none."""
         if skip_special_tokens and token_id in self.special_token_ids:
             return b""
-        return self._token_bytes.get(token_id, b"")
+        return self._token_bytes(token_id)
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it, or None."""

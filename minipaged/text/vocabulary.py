@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from minipaged.errors import ModelLoadError
@@ -30,6 +32,9 @@ def byte_level_alphabet() -> list[str]:
     return [chr(byte if byte in visible else next(hidden)) for byte in range(256)]
 
 
+_TO_BYTE = {ord(character): byte for byte, character in enumerate(byte_level_alphabet())}
+
+
 class Vocabulary:
     """Token ids, their bytes, and what the tokenizer does to the start of a text.
 
@@ -37,7 +42,7 @@ class Vocabulary:
         backend: the tokenizer, whose decoder must be byte-level or SentencePiece-style with byte fallback.
 
     Attributes:
-        token_bytes: token id to bytes; ids that no token has are absent.
+        token_bytes: token id to bytes; no bytes for an id that no token has.
         special_ids: tokens that steer the model and are no text, such as BOS.
         adds_space_prefix: a space is put before every text, which decoding takes off again.
         missing_bytes: byte values that no token covers, so that characters with them cannot be encoded.
@@ -52,23 +57,57 @@ class Vocabulary:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.missing_bytes = b""
-        tokens = backend.get_vocab(with_added_tokens=True)
         if kinds == {"ByteLevel"}:
             self.adds_space_prefix = False
-            self.token_bytes = _byte_level(tokens)
-            self.token_bytes.update((token_id, token.content.encode()) for token_id, token in added.items())
+            added_bytes = {token_id: token.content.encode() for token_id, token in added.items()}
+            self.token_bytes = _ByteTable(backend, _byte_level, added_bytes).find
             if getattr(backend.model, "unk_token", None) is None:
                 alphabet = enumerate(byte_level_alphabet())
-                self.missing_bytes = bytes(byte for byte, character in alphabet if character not in tokens)
+                self.missing_bytes = bytes(byte for byte, letter in alphabet if backend.token_to_id(letter) is None)
         elif "ByteFallback" in kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
             self.adds_space_prefix = "Strip" in kinds
-            self.token_bytes = {token_id: _sentencepiece(token) for token, token_id in tokens.items()}
+            added_bytes = {token_id: _sentencepiece(token.content) for token_id, token in added.items()}
+            self.token_bytes = _ByteTable(backend, _sentencepiece, added_bytes).find
         else:
             raise ModelLoadError(
                 f"The tokenizer's decoder is made of {sorted(map(str, kinds))}; known are ['ByteLevel'] "
                 "(byte-level BPE) and ['ByteFallback', 'Fuse', 'Replace', 'Strip'] (SentencePiece-style with "
                 "byte fallback), which the Llama family uses: take a model of that family."
             )
+
+
+class _ByteTable:
+    """Token id to bytes. As objects of their own they would take ten times the memory.
+
+    Args:
+        backend: a model of n tokens. The bytes of ids below n, all ids unless they have gaps, are joined in one piece.
+        to_bytes: what a model's token stands for.
+        added: token id to bytes of tokens that were added to the model.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, to_bytes: Callable[[str], bytes], added: Mapping[int, bytes]
+    ) -> None:
+        size = backend.get_vocab_size(with_added_tokens=False)
+        model, has_gaps = backend.model, False
+        joined, self._ends = bytearray(), array("I", [0])
+        for token_id in range(size):
+            token = model.id_to_token(token_id)  # one by one: strings of all tokens at once would be a peak of memory
+            has_gaps |= token is None
+            joined += added[token_id] if token_id in added else to_bytes(token or "")
+            self._ends.append(len(joined))
+        self._joined = bytes(joined)
+        self._others = {token_id: data for token_id, data in added.items() if token_id >= size}
+        if has_gaps:
+            for token, token_id in backend.get_vocab(with_added_tokens=False).items():
+                if token_id >= size:
+                    self._others.setdefault(token_id, to_bytes(token))
+
+    def find(self, token_id: int) -> bytes:
+        """The bytes of a token; no bytes for an id that no token has."""
+        if 0 <= token_id < len(self._ends) - 1:
+            return self._joined[self._ends[token_id] : self._ends[token_id + 1]]
+        return self._others.get(token_id, b"")
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, object]]:
@@ -79,15 +118,11 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, object]]:
     return steps
 
 
-def _byte_level(tokens: dict[str, int]) -> dict[int, bytes]:
-    to_byte = {ord(character): byte for byte, character in enumerate(byte_level_alphabet())}
-    table = {}
-    for token, token_id in tokens.items():
-        try:
-            table[token_id] = token.translate(to_byte).encode("latin-1")
-        except UnicodeEncodeError:  # a token that was not made of bytes stands for itself
-            table[token_id] = token.encode()
-    return table
+def _byte_level(token: str) -> bytes:
+    try:
+        return token.translate(_TO_BYTE).encode("latin-1")
+    except UnicodeEncodeError:  # a token that was not made of bytes stands for itself
+        return token.encode()
 
 
 def _sentencepiece(token: str) -> bytes:

@@ -204,3 +204,18 @@ def test_a_sentencepiece_style_folder(tmp_path: Path, adds_space: bool) -> None:
     assert ids[:2] == [1, vocabulary["▁s" if adds_space else "s"]]
     assert encoder.id_to_token(ids[-1]) == "<0x81>"
     assert encoder.decode(ids) == "sky 🜁"
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_ids_may_have_gaps_and_be_huge(tmp_path: Path, kind: str) -> None:
+    """Memory goes by the number of tokens, not by the largest id."""
+    backend = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 3, "ab": 7, "é": 2**31}, [], byte_fallback=True))
+    backend.decoder = decoders.ByteLevel() if kind == "byte-level" else decoders.Sequence([decoders.ByteFallback()])
+    backend.add_tokens(["a", "ab", "Ġ+"])  # the last is new and becomes 4
+    backend.save(str(tmp_path / "tokenizer.json"))
+
+    encoder = Tokenizer.from_file(tmp_path / "tokenizer.json")
+    assert encoder.vocab_size == 2**31 + 1
+    found = {i: data for i in (*range(-9, 9), 2**31, 2**32) if (data := encoder.token_bytes(i))}
+    letter = "é".encode("latin-1" if kind == "byte-level" else "utf-8")
+    assert found == {0: b"a", 3: b"b", 4: "Ġ+".encode(), 7: b"ab", 2**31: letter}
