@@ -17,6 +17,7 @@ import anyio
 from minipaged.capacity import Capacity
 from minipaged.config import EngineConfig
 from minipaged.errors import EngineBusyError, EngineDeadError, InvalidRequestError, RequestAbortedError
+from minipaged.event_loop import EventLoop, current_event_loop
 from minipaged.generation import Generation
 from minipaged.loading import LoadedModel, load_model
 from minipaged.models.config import ModelConfig
@@ -30,8 +31,8 @@ from minipaged.step_loop import StepLoop
 from minipaged.submission import Options, Prompt, check_params, check_prompt_ids, check_text
 from minipaged.text.chat import Message
 from minipaged.text.tokenizer import Tokenizer
-from minipaged.token_stream import TokenStream
-from minipaged.worker import Post, Worker, event_loop_check, event_loop_post
+from minipaged.token_stream import Outbox, TokenStream
+from minipaged.worker import Worker
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ Loader = Callable[[EngineConfig, Progress], LoadedModel]
 class _Threads:
     """Of a started engine."""
 
-    post: Post
+    loop: EventLoop
     steps: Worker
     text: Worker
     """Encodes prompts, in order of arrival."""
@@ -69,7 +70,6 @@ class Engine:
         self._loaded: LoadedModel | None = None
         self._steps: StepLoop | None = None
         self._threads: _Threads | None = None
-        self._is_at_home: Callable[[], bool] = lambda: True  # there is no home before start()
         self._refusal: str | None = "has not been started; use it in `async with`"
         self._closed: anyio.Event | None = None  # exists from the first close() on
         self._num_submitted = 0
@@ -114,9 +114,8 @@ class Engine:
         """Load the model, without holding up the event loop. Once only; `async with` calls it. Raises as `load`."""
         if self._threads is not None or self._closed is not None:
             raise EngineDeadError("An engine is started only once; make another with Engine.load.")
-        post = event_loop_post()
-        self._is_at_home = event_loop_check()
-        self._threads = _Threads(post, Worker("minipaged-steps", post), Worker("minipaged-text", post))
+        loop = current_event_loop()
+        self._threads = _Threads(loop, Worker("minipaged-steps", loop.post), Worker("minipaged-text", loop.post))
         self._refusal = "is still loading its model"
         try:
             await self._threads.steps.run(self._load)
@@ -315,7 +314,7 @@ class Engine:
         return self._steps
 
     def _check_event_loop(self) -> None:
-        if not self._is_at_home():
+        if self._threads is not None and not self._threads.loop.is_here():
             raise RuntimeError(
                 "An engine can be used only in the event loop that it was started in; use LLM from other threads."
             )
@@ -340,7 +339,8 @@ class Engine:
                 f"{steps.num_waiting} requests are waiting, which is the limit (max_waiting). Retry later, "
                 "await wait_for_room() first, or raise max_waiting."
             )
-        generation = Generation(submission)
+        assert self._threads is not None
+        generation = Generation(submission, Outbox(self._threads.loop.signal()))
         steps.register(generation)
         return generation
 
@@ -374,7 +374,7 @@ class Engine:
 
     def _stream(self, generation: Generation) -> TokenStream:
         assert self._threads is not None
-        return TokenStream(generation.id, generation.outbox, partial(self._abort, generation), self._threads.post)
+        return TokenStream(generation.id, generation.outbox, partial(self._abort, generation), self._threads.loop.post)
 
     def _abort(self, generation: Generation) -> None:
         if self._steps is not None:
@@ -392,7 +392,7 @@ class Engine:
             max_batched_tokens=model.capacity.max_batched_tokens,
         )
         depth = 2 if self.config.overlap else 1
-        return StepLoop(scheduler, model.runner, model.tokenizer, threads.steps, threads.post, depth=depth)
+        return StepLoop(scheduler, model.runner, model.tokenizer, threads.steps, threads.loop, depth=depth)
 
     async def _free(self) -> None:
         steps, self._steps = self._steps, None

@@ -12,7 +12,7 @@ from anyio.from_thread import BlockingPortal
 
 from minipaged.engine import Engine
 from minipaged.errors import EngineDeadError
-from minipaged.worker import Post, event_loop_post
+from minipaged.event_loop import Post, current_event_loop
 
 
 class EngineThread:
@@ -67,6 +67,6 @@ class EngineThread:
 async def _serve(engine: Engine, opened: Future[tuple[BlockingPortal, Post, Callable[[], None]]]) -> None:
     stopped = anyio.Event()
     async with BlockingPortal() as portal:
-        opened.set_result((portal, event_loop_post(), stopped.set))
+        opened.set_result((portal, current_event_loop().post, stopped.set))
         await stopped.wait()
         await engine.close()

@@ -34,10 +34,10 @@ class Generation:
     Times are seconds on the engine's clock.
     """
 
-    def __init__(self, submission: Submission) -> None:
+    def __init__(self, submission: Submission, outbox: Outbox) -> None:
         self.submission = submission
         self.params = submission.params
-        self.outbox = Outbox()
+        self.outbox = outbox
         self.request: Request | None = None
         """None while the prompt is being encoded."""
         self._samples = [_Sample() for _ in range(self.params.n)]

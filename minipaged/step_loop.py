@@ -15,12 +15,13 @@ from typing import Protocol, TypeVar
 import anyio.lowlevel
 
 from minipaged.errors import EngineDeadError, MinipagedError, RequestFailedError, RequestTimeoutError
+from minipaged.event_loop import EventLoop
 from minipaged.generation import Generation
 from minipaged.request import Request
 from minipaged.scheduler import Scheduler
 from minipaged.step import StepPlan, StepResult
 from minipaged.text.tokenizer import Tokenizer
-from minipaged.worker import Post, Worker
+from minipaged.worker import Worker
 
 Error = TypeVar("Error", bound=MinipagedError)
 
@@ -42,7 +43,14 @@ class StepLoop:
     clock = staticmethod(time.monotonic)
 
     def __init__(
-        self, scheduler: Scheduler, runner: StepRunner, tokenizer: Tokenizer, worker: Worker, post: Post, *, depth: int
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        tokenizer: Tokenizer,
+        worker: Worker,
+        loop: EventLoop,
+        *,
+        depth: int,
     ) -> None:
         """`depth`: how many steps may be queued with the worker: 2 overlaps planning and delivery with execution."""
         self.scheduler = scheduler
@@ -50,14 +58,14 @@ class StepLoop:
         self._runner = runner
         self._tokenizer = tokenizer
         self._worker = worker
-        self._post = post
+        self._post = loop.post
+        self._changed = loop.signal()
         self._depth = depth
         self._in_flight = 0
         self._woken = False
         self._generations: dict[str, Generation] = {}
         self._timed: dict[str, Generation] = {}  # those with a deadline
         self._num_preparing = 0
-        self._waiters: list[anyio.Event] = []
         self.error: EngineDeadError | None = None
         """Why no step runs any more."""
         self.num_steps = 0
@@ -106,7 +114,7 @@ class StepLoop:
             self.error = error
         for generation in list(self._generations.values()):
             self.fail(generation, failure(generation.id))
-        self._notify()
+        self._changed.notify()
 
     @property
     def num_waiting(self) -> int:
@@ -128,9 +136,7 @@ class StepLoop:
         await anyio.lowlevel.checkpoint()
         self.check_alive()
         while not condition():
-            changed = anyio.Event()
-            self._waiters.append(changed)
-            await changed.wait()
+            await self._changed.wait()
             self.check_alive()
 
     # Steps
@@ -174,7 +180,7 @@ class StepLoop:
             self._worker.submit(partial(self._execute, plan), self._on_result, self._die)
         if self._in_flight == 0 and self.scheduler.has_work:
             raise RuntimeError("the scheduler has work but plans no step; this is a bug in minipaged")
-        self._notify()
+        self._changed.notify()
 
     def _execute(self, plan: StepPlan) -> StepResult:
         """On the worker thread."""
@@ -231,12 +237,7 @@ class StepLoop:
             self._num_preparing -= 1
         else:
             self._guard(partial(self.scheduler.abort, generation.request))
-        self._notify()
-
-    def _notify(self) -> None:
-        for changed in self._waiters:
-            changed.set()
-        self._waiters.clear()
+        self._changed.notify()
 
 
 def _caused(error: Error, cause: BaseException) -> Error:

@@ -7,10 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Self, TypeVar
 
-import anyio
-
+from minipaged.event_loop import Post, Signal
 from minipaged.output import Completion, Token
-from minipaged.worker import Post
 
 T = TypeVar("T")
 
@@ -21,11 +19,11 @@ class Outbox:
     Unbounded, so that a slow consumer gets every token and slows nobody.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Signal) -> None:
+        self._changed = changed
         self._tokens: deque[Token] = deque()
         self._completion: Completion | None = None
         self._error: Exception | None = None
-        self._waiting: list[anyio.Event] = []
 
     @property
     def ended(self) -> bool:
@@ -35,48 +33,37 @@ class Outbox:
     def put(self, token: Token) -> None:
         """One more token."""
         self._tokens.append(token)
-        self._wake()
+        self._changed.notify()
 
     def finish(self, completion: Completion) -> None:
         """The request ended well, or its caller aborted it."""
         assert not self.ended
         self._completion = completion
-        self._wake()
+        self._changed.notify()
 
     def fail(self, error: Exception) -> None:
         """The request ended with an error."""
         assert not self.ended
         self._error = error
-        self._wake()
+        self._changed.notify()
 
-    async def next_token(self) -> Token | None:
-        """The oldest token not yet taken; None after the last. Raises the request's error after its tokens."""
-        while not self._tokens and not self.ended:
-            await self._change()
-        if self._tokens:
-            return self._tokens.popleft()
-        if self._error is not None:
-            raise self._error
-        return None
+    async def next_token(self) -> Token:
+        """The oldest token not yet taken. After the last it raises the request's error, or `StopAsyncIteration`."""
+        while not self._tokens:
+            if self._error is not None:
+                raise self._error
+            if self._completion is not None:
+                raise StopAsyncIteration
+            await self._changed.wait()
+        return self._tokens.popleft()
 
     async def completion(self) -> Completion:
         """Wait for the terminal event; tokens not yet taken stay."""
-        while not self.ended:
-            await self._change()
-        if self._error is not None:
-            raise self._error
-        assert self._completion is not None
+        while self._completion is None:
+            if self._error is not None:
+                raise self._error
+            await self._changed.wait()
         return self._completion
-
-    async def _change(self) -> None:
-        changed = anyio.Event()
-        self._waiting.append(changed)
-        await changed.wait()
-
-    def _wake(self) -> None:
-        for changed in self._waiting:
-            changed.set()
-        self._waiting.clear()
 
 
 class TokenStream:
@@ -110,7 +97,7 @@ class TokenStream:
         return _Iteration(self)
 
     async def __anext__(self) -> Token:
-        return await self._wait_for(self._next_token)
+        return await self._wait_for(self._outbox.next_token)
 
     async def completion(self) -> Completion:
         """Wait until the request has ended; what it generated, its usage and timings.
@@ -138,12 +125,6 @@ class TokenStream:
     def __del__(self) -> None:
         if not self._outbox.ended:
             self._post(self._abort)
-
-    async def _next_token(self) -> Token:
-        token = await self._outbox.next_token()
-        if token is None:
-            raise StopAsyncIteration
-        return token
 
     async def _wait_for(self, wait: Callable[[], Awaitable[T]]) -> T:
         consumer = object()
@@ -177,7 +158,7 @@ class _Iteration:
 
     async def __anext__(self) -> Token:
         try:
-            return await self._stream._next_token()
+            return await self._stream._outbox.next_token()
         except BaseException:  # the end, or this task was cancelled
             if self._stream._is_last(self._consumer):
                 self._stream._abort()

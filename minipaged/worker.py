@@ -5,43 +5,18 @@ The thread never waits for the event loop: it posts a result and goes on with th
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
 import anyio
-from anyio.lowlevel import current_token
+
+from minipaged.event_loop import Post
 
 T = TypeVar("T")
-
-Post = Callable[[Callable[[], None]], None]
-"""Has the event loop call a function, soon and in order. Callable from any thread, and from finalizers."""
-
-
-def event_loop_post() -> Post:
-    """The `Post` of the running event loop. Once that loop is closed, posting does nothing: nobody is left to care."""
-    loop = current_token().native_token
-    if isinstance(loop, asyncio.AbstractEventLoop):
-        return partial(_post_unless_closed, loop.call_soon_threadsafe)
-    from trio.lowlevel import TrioToken  # asyncio programs need no trio
-
-    assert isinstance(loop, TrioToken)
-    return partial(_post_unless_closed, loop.run_sync_soon)
-
-
-def event_loop_check() -> Callable[[], bool]:
-    """Tells, whenever it is called, whether the event loop that runs now runs there too."""
-    loop = current_token().native_token
-    if isinstance(loop, asyncio.AbstractEventLoop):
-        return lambda: asyncio._get_running_loop() is loop
-    from trio.lowlevel import current_trio_token, in_trio_run
-
-    return lambda: in_trio_run() and current_trio_token() is loop
 
 
 class Worker:
@@ -105,8 +80,3 @@ def _run_call(
         post(partial(failed, error))
     else:
         post(partial(done, result))
-
-
-def _post_unless_closed(call_on_loop: Callable[[Callable[[], None]], object], callback: Callable[[], None]) -> None:
-    with suppress(RuntimeError):  # raised by both kinds of event loop once they are closed
-        call_on_loop(callback)

@@ -25,10 +25,10 @@ from minipaged import (
     Token,
     TokenStream,
 )
+from minipaged.event_loop import current_event_loop
 from minipaged.loading import LoadedModel, load_model
 from minipaged.progress import Progress
 from minipaged.settings import EngineSettings
-from minipaged.worker import event_loop_post
 from tests.conftest import RunAsync
 from tests.engines import SMALL, gated_engine, minipaged_threads, tiny_engine, until
 
@@ -330,7 +330,7 @@ def test_loading_leaves_the_event_loop_free(run: RunAsync, tiny_model: Path) -> 
 def test_cancelled_loading_ends_early(run: RunAsync, tiny_model: Path) -> None:
     async def main() -> None:
         reports: list[int] = []
-        post = event_loop_post()
+        post = current_event_loop().post
 
         def progress(what: str, done: int, total: int) -> None:
             reports.append(done)

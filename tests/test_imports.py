@@ -20,7 +20,7 @@ ROOMS = (
     ("engine_thread",),
     ("engine",),
     ("generation", "loading", "step_loop"),
-    ("capacity", "devices", "submission", "token_stream", "worker"),
+    ("capacity", "devices", "event_loop", "submission", "token_stream", "worker"),
     (*SCHEDULER, "runner", "rows"),
     ("kv", "models", "sampling", "text"),
     ("ops",),

@@ -7,7 +7,8 @@ from functools import partial
 import anyio
 import pytest
 
-from minipaged.worker import Worker, event_loop_post
+from minipaged.event_loop import current_event_loop
+from minipaged.worker import Worker
 from tests.conftest import RunAsync
 from tests.engines import until
 
@@ -18,7 +19,7 @@ def unexpected(error: BaseException) -> None:
 
 def test_calls_run_in_order_on_one_other_thread(run: RunAsync) -> None:
     async def main() -> None:
-        worker = Worker("test", event_loop_post())
+        worker = Worker("test", current_event_loop().post)
         threads: list[int] = []
         results: list[int] = []
 
@@ -40,7 +41,7 @@ def test_calls_run_in_order_on_one_other_thread(run: RunAsync) -> None:
 
 def test_errors_travel(run: RunAsync) -> None:
     async def main() -> None:
-        worker = Worker("test", event_loop_post())
+        worker = Worker("test", current_event_loop().post)
 
         def fail() -> None:
             raise SystemExit("of any kind")
@@ -55,7 +56,7 @@ def test_errors_travel(run: RunAsync) -> None:
 
 def test_the_worker_does_not_wait_for_the_event_loop(run: RunAsync) -> None:
     async def main() -> None:
-        worker = Worker("test", event_loop_post())
+        worker = Worker("test", current_event_loop().post)
         second = threading.Event()
         results: list[int] = []
         worker.submit(lambda: 1, results.append, unexpected)
@@ -70,7 +71,7 @@ def test_the_worker_does_not_wait_for_the_event_loop(run: RunAsync) -> None:
 
 def test_cancelled_wait_leaves_the_call_to_run(run: RunAsync) -> None:
     async def main() -> None:
-        worker = Worker("test", event_loop_post())
+        worker = Worker("test", current_event_loop().post)
         release, ran = threading.Event(), threading.Event()
         with anyio.CancelScope() as scope:
             scope.cancel()
@@ -88,7 +89,7 @@ def test_an_idle_worker_keeps_nothing_alive(run: RunAsync) -> None:
         def use(self) -> None: ...
 
     async def main() -> None:
-        worker = Worker("test", event_loop_post())
+        worker = Worker("test", current_event_loop().post)
         big = Big()
         alive = weakref.ref(big)
         await worker.run(big.use)
@@ -97,13 +98,3 @@ def test_an_idle_worker_keeps_nothing_alive(run: RunAsync) -> None:
         await worker.close()
 
     run(main)
-
-
-def test_posting_to_a_closed_event_loop_does_nothing(run: RunAsync) -> None:
-    posts = []
-
-    async def main() -> None:
-        posts.append(event_loop_post())
-
-    run(main)
-    posts[0](lambda: pytest.fail("ran"))
