@@ -147,6 +147,9 @@ class DeviceArray:
         assert host.flags.c_contiguous, "CuPy would copy the host's array first"
 
 
+ON_DEVICE = {1: (True, False), 2: (False, True), 3: (True, True)}
+"""By a copy's kind: whether its destination and source are on the device."""
+
 Argument = DeviceArray | np.generic | bool | int | float | None
 """Of a kernel."""
 
@@ -380,7 +383,7 @@ class Function:
 
 
 class RawModule:
-    """cupy.RawModule."""
+    """cupy.RawModule. A file is read by `compile`, or when the first function is asked for."""
 
     def __init__(
         self, gpu: Gpu, *, code: str | None = None, path: str | None = None, options: tuple[str, ...] = ()
@@ -388,15 +391,21 @@ class RawModule:
         if (code is None) == (path is None):
             raise TypeError("Exactly one of `code` and `path` keyword arguments must be given.")
         self._gpu = gpu
-        name = "module.cu"
-        if path is not None:
-            name, code, options = read_code(Path(path).read_bytes())
-        assert code is not None
-        known = [option for option in options if option.startswith(("-D", "-I"))]
-        self._module = Module(code, name, known, checked=gpu.checked)
+        self._code = code
+        self._path = path
+        self._options = options
 
     def compile(self) -> None:
-        """Done already."""
+        self._module  # noqa: B018 (compiles)
+
+    @functools.cached_property
+    def _module(self) -> Module:
+        name, code, options = "module.cu", self._code, self._options
+        if self._path is not None:
+            name, code, options = read_code(Path(self._path).read_bytes())
+        assert code is not None
+        known = [option for option in options if option.startswith(("-D", "-I"))]
+        return Module(code, name, known, checked=self._gpu.checked)
 
     def get_function(self, name: str) -> Function:
         kernel = self._module.kernels.get(name)
@@ -427,6 +436,8 @@ def fake_cupy(gpu: Gpu) -> dict[str, types.ModuleType]:
         return array
 
     def memcpy_async(destination: int, source: int, size: int, kind: int, stream: int) -> None:
+        if (gpu.is_device(destination), gpu.is_device(source)) != ON_DEVICE[kind]:
+            raise CudaError(f"cudaErrorInvalidValue: a copy of kind {kind} from {source:#x} to {destination:#x}")
         gpu.copy(destination, source, size, next(queue for queue in gpu.queues if id(queue) == stream))
 
     class NewStream(Stream):

@@ -119,6 +119,8 @@ def test_copies_by_address(cupy: ModuleType) -> None:
         polls += 1
     assert polls == 2
     assert pinned.tolist() == [1, 2, 3, 0]
+    with pytest.raises(CudaError, match="a copy of kind 1 from"):
+        runtime.memcpyAsync(y.data.ptr, x.data.ptr, 16, runtime.memcpyHostToDevice, stream.ptr)
     runtime.memcpyAsync(y.data.ptr + 4, x.data.ptr, 16, runtime.memcpyDeviceToDevice, stream.ptr)
     with pytest.raises(CudaError, match="are no device memory"):
         stream.synchronize()
