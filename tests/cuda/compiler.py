@@ -34,7 +34,8 @@ STATIC_SHARED = re.compile(
     r"CUDA_SHARED\s+(?:__attribute__\(\(aligned\((?P<alignment>\w+)\)\)\)\s*)?(?P<type>[\w:]+(?:<[^;{}]*?>)?(?:\s+\w+)*?)"
     r"\s+(?P<name>\w+)\s*(?P<extents>(?:\[[^\[\];]*\])*)\s*;"
 )
-KERNEL = re.compile(r'extern\s+"C"\s+CUDA_GLOBAL\s+void\s+(?P<name>\w+)\s*\(')
+BOUNDS = r"CUDA_BOUNDS\[(?P<bounds>[^\]]*)\]"
+KERNEL = re.compile(rf'extern\s+"C"\s+CUDA_GLOBAL\s+void\s+(?:{BOUNDS}\s*)?(?P<name>\w+)\s*\(')
 
 
 class CompilationError(Exception):
@@ -66,10 +67,13 @@ def _build(source: str, name: str, flags: Sequence[str], library: Path, folder: 
     flags = [*flags, f"-ffile-prefix-map={folder}/="]
     language = ["-fpch-preprocess", "-include", "language.h"]
     text = _run(["g++", "-E", *flags, *_includes(), *language, "-x", "c++", str(main)], name)
-    kernels = [match["name"] for match in KERNEL.finditer(text)]
+    kernels = {match["name"]: match["bounds"] or "" for match in KERNEL.finditer(text)}
     if not kernels:
         raise CompilationError(f'{name}: there is no kernel declared as extern "C" __global__ void')
-    table = "".join(f'emulator::Describe<&{kernel}>::as("{kernel}"), ' for kernel in kernels)
+    table = "".join(
+        f'emulator::Describe<&{kernel}>::as("{kernel}", emulator::most_threads({bounds})), '
+        for kernel, bounds in kernels.items()
+    )
     entry = (
         'extern "C" __attribute__((visibility("default"))) const emulator::Kernel* emulator_kernels() '
         f"{{ static const emulator::Kernel kernels[] = {{ {table}{{}} }}; return kernels; }}"
@@ -93,7 +97,7 @@ def rewrite(text: str, name: str) -> str:
         raise CompilationError(
             f"{name}: one shared variable per statement, aligned with __align__ if at all: {left.group()}"
         )
-    return text.replace("CUDA_GLOBAL", "")
+    return re.sub(rf"CUDA_GLOBAL|{BOUNDS}", "", text)
 
 
 def _static_shared(match: re.Match[str]) -> str:

@@ -43,7 +43,6 @@ DTYPES = {
 }
 """By the name that g++ gives a C++ type."""
 
-MOST_THREADS = 1024
 DEFAULT_SHARED_LIMIT = 48 << 10
 """Bytes of dynamic shared memory that need no opt-in."""
 REPORT_BYTES = 64 << 10
@@ -110,6 +109,7 @@ class _KernelStruct(ctypes.Structure):
         ("call", ctypes.c_void_p),
         ("num_parameters", ctypes.c_uint),
         ("parameters", ctypes.POINTER(_ParameterStruct)),
+        ("most_threads", ctypes.c_uint),
     )
 
 
@@ -188,6 +188,8 @@ class Kernel:
             Parameter(each.size, each.kind.decode(), each.type.decode())
             for each in struct.parameters[: struct.num_parameters]
         ]
+        self.most_threads: int = struct.most_threads
+        """Of a block, by the kernel's launch bounds."""
         self.max_dynamic_shared_size_bytes = DEFAULT_SHARED_LIMIT
         """To be raised before a launch with more, as on a GPU."""
 
@@ -241,7 +243,7 @@ class Kernel:
     ) -> list[ctypes.Array[ctypes.c_char]]:
         """The arguments as the kernel takes them. Raises what is wrong before the launch."""
         grid, block = _three(grid), _three(block)
-        is_block = min(block) >= 1 and math.prod(block) <= MOST_THREADS and block[2] <= 64
+        is_block = min(block) >= 1 and math.prod(block) <= self.most_threads and block[2] <= 64
         if not is_block or min(grid) < 1 or grid[0] >= 2**31 or max(grid[1:]) >= 2**16:
             raise ValueError(f"{self.name}: no GPU takes a grid of {grid} blocks of {block} threads")
         if shared_mem > self.max_dynamic_shared_size_bytes:

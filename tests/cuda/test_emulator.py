@@ -281,6 +281,19 @@ def test_launches_that_no_gpu_takes(grid: tuple[int, ...], block: tuple[int, ...
         kernel("", "", checked=False)(grid, block, ())
 
 
+def test_launch_bounds_are_the_most_threads() -> None:
+    source = """
+    constexpr int kThreads = 64;
+    extern "C" __global__ void __launch_bounds__(kThreads / 2, 4) some() {}
+    extern "C" __global__ void any() {}
+    """
+    kernels = Module(source, "bounds.cu").kernels
+    kernels["any"]((1,), (1024,), ())
+    kernels["some"]((1,), (32,), ())
+    with pytest.raises(ValueError, match=r"no GPU takes .* blocks of \[33, 1, 1\] threads"):
+        kernels["some"]((1,), (33,), ())
+
+
 def test_much_shared_memory_must_be_asked_for() -> None:
     takes = kernel("extern __shared__ float s[]; s[t + 16 * 1024] = t; out[t] = s[t + 16 * 1024];")
     out = np.zeros(32, np.float32)

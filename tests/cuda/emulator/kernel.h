@@ -20,7 +20,11 @@ struct Kernel {
     void (*call)(void** arguments);
     unsigned num_parameters;
     const Parameter* parameters;
+    unsigned most_threads;
 };
+
+// The arguments of __launch_bounds__: a launch with more threads fails on a GPU.
+constexpr unsigned most_threads(unsigned threads = 1024, unsigned = 0) { return threads; }
 
 template <typename T>
 constexpr const char* kind_of() {
@@ -38,12 +42,12 @@ template <typename... Arguments, void (*function)(Arguments...)>
 struct Describe<function> {
     EMULATOR_UNCHECKED static void call(void** arguments) { unpack(arguments, std::index_sequence_for<Arguments...>{}); }
 
-    static Kernel as(const char* name) {
+    static Kernel as(const char* name, unsigned most_threads) {
         static const Parameter parameters[] = {
             {sizeof(Arguments), kind_of<Arguments>(), typeid(std::remove_pointer_t<Arguments>).name()}...,
             {0, nullptr, nullptr},
         };
-        return {name, call, sizeof...(Arguments), parameters};
+        return {name, call, sizeof...(Arguments), parameters, most_threads};
     }
 
 private:

@@ -8,7 +8,6 @@
 #define __no_return__ __attribute__((noreturn))
 #define __align__(n) __attribute__((aligned(n)))
 #define __builtin_align__(n) __align__(n)
-#define __launch_bounds__(...)
 #define __grid_constant__
 #define __device_builtin__
 #define __cudart_builtin__
@@ -19,6 +18,7 @@
 
 // Markers that compiler.py finds in the preprocessed text: it lists the kernels and rewrites shared memory.
 #define __global__ CUDA_GLOBAL
+#define __launch_bounds__(...) CUDA_BOUNDS[__VA_ARGS__]
 #define __shared__ CUDA_SHARED
 
 // vector_functions.h includes the host's runtime API for nothing that is needed here.
