@@ -89,8 +89,8 @@ def keys_by_slot(ops: HostOps, cache: Array) -> Array:
     if isinstance(ops, ReferenceOps):
         return keys
     num_blocks, num_layers, num_kv_heads, block_size, head_dim = keys.shape
-    blocks = keys.view()
-    blocks.shape = (num_blocks, num_layers, num_kv_heads, head_dim, block_size)
+    blocks = keys.reshape(num_blocks, num_layers, num_kv_heads, head_dim, block_size)
+    assert np.shares_memory(blocks, cache)
     return blocks.swapaxes(3, 4)
 
 
