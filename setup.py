@@ -2,6 +2,7 @@
 
 import os
 import platform
+from glob import glob
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
@@ -14,6 +15,7 @@ X86_VARIANTS = {
     "kernels_v3": ["-march=x86-64-v3"],
     "kernels_v4": ["-march=x86-64-v4"],
     "kernels_v4_vnni": ["-march=x86-64-v4", "-mavx512vnni"],
+    "kernels_v4_bf16": ["-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"],
 }
 
 ARM_VARIANTS = {
@@ -57,10 +59,7 @@ setup(
         Extension(
             "minipaged.ops._cpu_kernels",
             sources=["cpu/module.c", "cpu/team.c"],
-            depends=[
-                f"cpu/{name}.h"
-                for name in ("attention", "command", "gated_linear", "linear", "rows", "sampling", "simd", "team")
-            ],
+            depends=sorted(glob("cpu/*.h")),
             extra_compile_args=COMMON,
             extra_link_args=["-pthread"],
             py_limited_api=True,

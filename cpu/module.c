@@ -19,7 +19,7 @@
 
 typedef Loops Kernels(const Command *, int);
 #if defined(__x86_64__)
-Kernels kernels_v2, kernels_v3, kernels_v4, kernels_v4_vnni;
+Kernels kernels_v2, kernels_v3, kernels_v4, kernels_v4_vnni, kernels_v4_bf16;
 #elif defined(__aarch64__)
 Kernels kernels_v8, kernels_v8_dotprod;
 #else
@@ -53,7 +53,10 @@ static int instruction_sets(InstructionSet *sets) {
     sets[count++] = (InstructionSet){"x86-64-v2", kernels_v2, __builtin_cpu_supports("sse4.2")};
     sets[count++] = (InstructionSet){"x86-64-v3", kernels_v3, v3};
     sets[count++] = (InstructionSet){"x86-64-v4", kernels_v4, v4};
-    sets[count++] = (InstructionSet){"x86-64-v4+vnni", kernels_v4_vnni, v4 && __builtin_cpu_supports("avx512vnni")};
+    int vnni = v4 && __builtin_cpu_supports("avx512vnni");
+    sets[count++] = (InstructionSet){"x86-64-v4+vnni", kernels_v4_vnni, vnni};
+    sets[count++] =
+        (InstructionSet){"x86-64-v4+vnni+bf16", kernels_v4_bf16, vnni && __builtin_cpu_supports("avx512bf16")};
 #elif defined(__aarch64__)
     sets[count++] = (InstructionSet){"armv8", kernels_v8, 1};
     sets[count++] = (InstructionSet){"armv8.2+dotprod", kernels_v8_dotprod, has_dotprod()};

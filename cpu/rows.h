@@ -126,22 +126,43 @@ static void take_rows(const Command *c, int t) {
     if (c->made.q) quantise_row(x, c->in, &c->made, t);
 }
 
-/* Write `count` numbers to the cache, `step` elements apart. */
-INLINE void store_kv(void *cache, int kind, int64_t at, int64_t step, const float *x, int count) {
+/* Bytes from where a block's K or V of one head begins to element i of a slot. K lies transposed, [head_dim,
+ * block_size], so that attention finds positions in the lanes of a vector; V as [block_size, head_dim], so that it
+ * finds elements there. In bfloat16 two neighbours lie together, which one instruction multiplies at a time: of K two
+ * elements, [head_dim / 2, block_size, 2], of V two slots, [block_size / 2, head_dim, 2], and after them the last slot
+ * of an odd number. */
+INLINE int64_t key_offset(int size, int slot, int i, const int kind) {
+    if (kind == KIND_BF16) return ((int64_t)(i / 2) * size + slot) * 4 + i % 2 * 2;
+    return ((int64_t)i * size + slot) * (kind == KIND_F32 ? 4 : 2);
+}
+
+INLINE int64_t value_offset(int size, int dim, int slot, int i, const int kind) {
+    if (kind == KIND_BF16 && (slot ^ 1) < size) return ((int64_t)(slot / 2) * dim + i) * 4 + slot % 2 * 2;
+    return ((int64_t)slot * dim + i) * (kind == KIND_F32 ? 4 : 2);
+}
+
+/* Write K and V of one token and KV head, `dim` numbers each, to a slot of its block. */
+INLINE void store_kv(char *keys, char *values, const float *key, const float *value, int size, int dim, int slot,
+                     const int kind) {
     const int bytes = kind == KIND_F32 ? 4 : 2;
-    char *to = (char *)cache + at * bytes;
-    for (int i = 0; i < count; i += LANES) {
-        const int width = count - i < LANES ? count - i : LANES;
-        float numbers[LANES] = {0};
-        memcpy(numbers, x + i, width * sizeof(float));
-        const vhalf halves = kind == KIND_F16 ? float_to_half(load(numbers)) : float_to_bfloat(load(numbers));
-        const char *elements = kind == KIND_F32 ? (const char *)numbers : (const char *)&halves;
-        if (step == 1)
-            memcpy(to + (int64_t)i * bytes, elements, width * bytes);
-        else if (kind == KIND_F32)
-            for (int j = 0; j < width; j++) memcpy(to + (i + j) * step * 4, elements + j * 4, 4);
+    for (int i = 0; i < dim; i += LANES) {
+        const int width = dim - i < LANES ? dim - i : LANES;
+        float numbers[2][LANES] = {{0}};
+        memcpy(numbers[0], key + i, width * sizeof(float));
+        memcpy(numbers[1], value + i, width * sizeof(float));
+        vhalf halves[2];
+        for (int n = 0; n < 2 && kind != KIND_F32; n++)
+            halves[n] = kind == KIND_F16 ? float_to_half(load(numbers[n])) : float_to_bfloat(load(numbers[n]));
+        const char *k = kind == KIND_F32 ? (char *)numbers[0] : (char *)&halves[0];
+        const char *v = kind == KIND_F32 ? (char *)numbers[1] : (char *)&halves[1];
+        const int pair = kind == KIND_BF16 ? 2 : 1; /* elements of K that lie together; head_dim is even */
+        for (int j = 0; j < width; j += pair)
+            memcpy(keys + key_offset(size, slot, i + j, kind), k + j * bytes, pair * bytes);
+        if (kind != KIND_BF16 || (slot ^ 1) == size)
+            memcpy(values + value_offset(size, dim, slot, i, kind), v, width * bytes);
         else
-            for (int j = 0; j < width; j++) memcpy(to + (i + j) * step * 2, elements + j * 2, 2);
+            for (int j = 0; j < width; j++)
+                memcpy(values + value_offset(size, dim, slot, i + j, kind), v + j * bytes, bytes);
     }
 }
 
@@ -165,8 +186,7 @@ INLINE void rotate_head(float *head, int dim, const float *rope_row, const float
 }
 
 /* qkv (output, rotated in place) [rows, (query heads + 2 KV heads) head_dim]; second: rope table [positions, head_dim];
- * weight, bias: norms of q and k, or NULL. K goes to its block transposed, [head_dim, block_size], V as [block_size,
- * head_dim], so that attention finds the positions in the lanes of K and the elements in those of V. */
+ * weight, bias: norms of q and k, or NULL. */
 static void rope_and_cache(const Command *c, int t) {
     const int dim = c->head_dim, heads = c->num_query_heads, kv_heads = c->num_kv_heads;
     float *row = (float *)c->output + (int64_t)t * (heads + 2 * kv_heads) * dim;
@@ -176,9 +196,14 @@ static void rope_and_cache(const Command *c, int t) {
     for (int h = 0; h < kv_heads; h++) {
         float *key = row + (heads + h) * dim, *value = key + kv_heads * dim;
         rotate_head(key, dim, rope_row, c->bias, c->eps);
-        const int64_t k_at = cache_offset(c, block, 0, h), v_at = cache_offset(c, block, 1, h);
-        store_kv(c->cache, c->kind, k_at + place, c->block_size, key, dim);
-        store_kv(c->cache, c->kind, v_at + place * dim, 1, value, dim);
+        const int bytes = c->kind == KIND_F32 ? 4 : 2;
+        char *keys = (char *)c->cache + cache_offset(c, block, 0, h) * bytes;
+        char *values = (char *)c->cache + cache_offset(c, block, 1, h) * bytes;
+        switch (c->kind) {
+        case KIND_F32: store_kv(keys, values, key, value, c->block_size, dim, place, KIND_F32); break;
+        case KIND_F16: store_kv(keys, values, key, value, c->block_size, dim, place, KIND_F16); break;
+        default: store_kv(keys, values, key, value, c->block_size, dim, place, KIND_BF16);
+        }
     }
 }
 

@@ -211,6 +211,40 @@ INLINE vhalf float_to_bfloat(vfloat x) {
     return __builtin_convertvector((quiet & is_nan) | (rounded & ~is_nan), vhalf);
 }
 
+/* Likewise, but what is smaller than 2**-126 may become 0. */
+INLINE vhalf round_to_bfloat(vfloat x) {
+#if defined(__AVX512BF16__)
+    return (vhalf)_mm512_cvtneps_pbh((__m512)x);
+#else
+    return float_to_bfloat(x);
+#endif
+}
+
+/* A pair of numbers in bfloat16 in every lane, the first in the low bits. */
+INLINE vuint load_pairs(const void *p) {
+    vuint v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+/* Pairs whose second number is 0. */
+INLINE vuint load_lone(const void *p) {
+    vhalf h;
+    memcpy(&h, p, sizeof h);
+    return __builtin_convertvector(h, vuint);
+}
+
+/* acc + the sum of the two products of each lane's pair with the pair x. */
+INLINE vfloat dot2(vfloat acc, vuint pairs, uint32_t x) {
+#if defined(__AVX512BF16__)
+    return (vfloat)_mm512_dpbf16_ps((__m512)acc, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32((int32_t)x));
+#else
+    const vuint both = (vuint)spread_int((int32_t)x);
+    acc = fma_((vfloat)(pairs << 16), (vfloat)(both << 16), acc);
+    return fma_((vfloat)(pairs & 0xffff0000), (vfloat)(both & 0xffff0000), acc);
+#endif
+}
+
 INLINE vhalf low_halves(vuint v) {
 #if defined(__AVX512BW__)
     return (vhalf)_mm512_cvtepi32_epi16((__m512i)v);

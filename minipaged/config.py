@@ -45,7 +45,8 @@ class EngineConfig:
     swap_blocks: int | None = None
     """The same as a number of blocks."""
     kv_dtype: KVDtype = "auto"
-    """Element type of the KV cache; auto: float16 on the CPU, float32 in the reference, on a GPU that of `dtype`."""
+    """Element type of the KV cache; auto: on the CPU bfloat16 if it multiplies in that, else float16; in the reference
+    float32; on a GPU that of `dtype`."""
     dtype: Dtype = "auto"
     """Element type of weights and activations on a GPU; auto: bfloat16 if the weights are, else float16."""
     cuda_graphs: bool = True

@@ -17,8 +17,8 @@ KV_DTYPES: dict[str, KVDtype] = {
     "F32": "float32",
     "F16": "float16",
     "BF16": "bfloat16",
-    "Q4_1": "float16",
-    "Q8_0": "float32",
+    "Q4_1": "bfloat16",
+    "Q8_0": "float16",
 }
 """Of the KV cache, by the encoding of the weights."""
 

@@ -5,7 +5,8 @@ of a whole forward pass are recorded and run in one call, without the GIL; a ste
 commands again, so that Python's share of a step does not grow with the number of layers.
 
 Activations are float32. Before a product with a quantised matrix they are quantised to 8 bits per group of 32, by the
-thread that made them. K is kept transposed within its block, [head_dim, block_size].
+thread that made them. K is kept transposed within its block, [head_dim, block_size]; in bfloat16 two neighbours, which
+one instruction multiplies, lie together (cpu/rows.h).
 """
 
 from __future__ import annotations
@@ -99,7 +100,6 @@ class CpuOps(NumpyOps):
     """
 
     name = "cpu"
-    kv_dtype = "float16"
 
     def __init__(self, num_threads: int, instruction_set: str | None = None) -> None:
         supported = _cpu_kernels.supported()
@@ -108,6 +108,7 @@ class CpuOps(NumpyOps):
                 f"Instruction set {instruction_set!r} is not supported here; expected one of {supported}."
             )
         self.instruction_set = instruction_set or supported[-1]
+        self.kv_dtype = "bfloat16" if self.instruction_set.endswith("bf16") else "float16"
         self.num_threads = num_threads
         self.kernel_seconds = 0.0
         """Time spent inside the kernels so far."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -83,15 +84,42 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def keys_by_slot(ops: HostOps, cache: Array) -> Array:
-    """A view [num_blocks, num_layers, num_kv_heads, block_size, head_dim] of the keys; the CPU's are transposed."""
-    keys = cache[:, :, 0]
+@dataclass(frozen=True)
+class SlotOrder:
+    """How a backend orders the elements of K and V within a block and head.
+
+    Cells, int64 [block_size, head_dim]: where element i of a slot is.
+    """
+
+    key_cells: NDArray[np.int64]
+    value_cells: NDArray[np.int64]
+
+    def by_slot(self, cache: Array) -> tuple[Array, Array]:
+        """Copies of K and V [num_blocks, num_layers, num_kv_heads, block_size, head_dim]."""
+        flat = cache.reshape(*cache.shape[:4], -1)
+        return flat[:, :, 0][..., self.key_cells], flat[:, :, 1][..., self.value_cells]
+
+    def write(self, cache: Array, block: int, slot: int, keys: Array, values: Array) -> None:
+        """Keys and values [num_kv_heads, head_dim] of layer LAYER."""
+        flat = cache.reshape(*cache.shape[:4], -1)
+        assert np.shares_memory(flat, cache)
+        flat[block, LAYER, 0][:, self.key_cells[slot]] = keys
+        flat[block, LAYER, 1][:, self.value_cells[slot]] = values
+
+
+def slot_order(ops: HostOps, cache: Array) -> SlotOrder:
+    """The CPU's keys are transposed; its bfloat16 has pairs: of elements in K, of slots in V (cpu/rows.h)."""
+    size, dim = cache.shape[4:]
+    cells = np.arange(size * dim)
     if isinstance(ops, ReferenceOps):
-        return keys
-    num_blocks, num_layers, num_kv_heads, block_size, head_dim = keys.shape
-    blocks = keys.reshape(num_blocks, num_layers, num_kv_heads, head_dim, block_size)
-    assert np.shares_memory(blocks, cache)
-    return blocks.swapaxes(3, 4)
+        return SlotOrder(cells.reshape(size, dim), cells.reshape(size, dim))
+    if cache.dtype != ml_dtypes.bfloat16:
+        return SlotOrder(cells.reshape(dim, size).T, cells.reshape(size, dim))
+    keys = cells.reshape(dim // 2, size, 2).transpose(1, 0, 2).reshape(size, dim)
+    paired = size // 2 * 2
+    pairs, alone = cells[: paired * dim], cells[paired * dim :].reshape(-1, dim)
+    values = np.concatenate([pairs.reshape(size // 2, dim, 2).transpose(0, 2, 1).reshape(paired, dim), alone])
+    return SlotOrder(keys, values)
 
 
 def make_tables(case: Case, generator: np.random.Generator) -> NDArray[np.int32]:
@@ -113,8 +141,10 @@ def test_attention_is_dense_causal_softmax(
     tables = make_tables(case, generator)
     cache = host_ops.allocate_cache(case.shape, dtype)
     host_ops.fill_blocks(cache, range(NUM_BLOCKS), np.nan)
-    cached_keys, cached_values = keys_by_slot(host_ops, cache), cache[:, :, 1]
+    order = slot_order(host_ops, cache)
     query = generator.standard_normal((case.num_tokens, case.num_query_heads, case.head_dim), dtype=np.float32)
+    if dtype == "bfloat16":
+        query = query.astype(cache.dtype).astype(np.float32)  # as it is multiplied
     scale = 0.7 / case.half**0.5
 
     expected: list[NDArray[np.float64]] = []
@@ -127,8 +157,7 @@ def test_attention_is_dense_causal_softmax(
             keys[where], values[where] = np.nan, np.nan
         for position in range(first_read, length):
             block, offset = tables[span.row, position // case.block_size], position % case.block_size
-            cached_keys[block, LAYER, :, offset] = keys[position]
-            cached_values[block, LAYER, :, offset] = values[position]
+            order.write(cache, block, offset, keys[position], values[position])
         keys, values = keys.astype(np.float64), values.astype(np.float64)
         for position in range(span.start, length):
             first = 0 if window is None else max(0, position + 1 - window)
@@ -143,7 +172,9 @@ def test_attention_is_dense_causal_softmax(
     attended = host_ops.paged_attention(query, cache, LAYER, batch, scale, window)
     assert attended.dtype == np.float32
     assert poisoned != "nothing" or np.isfinite(expected).all()
-    np.testing.assert_allclose(host_ops.download(attended), np.array(expected), rtol=1e-4, atol=1e-5)
+    # The weights are rounded as V is, to 8 bits.
+    rtol, atol = (4e-3, 1.2e-2) if dtype == "bfloat16" else (1e-4, 1e-5)
+    np.testing.assert_allclose(host_ops.download(attended), np.array(expected), rtol=rtol, atol=atol)
 
 
 @given(case=cases(), has_norms=st.booleans(), dtype=st.sampled_from(KV_DTYPES))
@@ -174,8 +205,8 @@ def test_rope_and_cache_rotates_and_writes_exactly_its_slots(
         return np.concatenate([turned.real, turned.imag], axis=1)
 
     token = 0
-    expected_keys = keys_by_slot(host_ops, before).astype(np.float64)
-    expected_values = before[:, :, 1].astype(np.float64)
+    order = slot_order(host_ops, cache)
+    expected_keys, expected_values = (array.astype(np.float64) for array in order.by_slot(before))
     for span in case.spans:
         for position in range(span.start, span.start + len(span.token_ids)):
             heads = qkv[token].astype(np.float64).reshape(num_heads, case.head_dim)
@@ -188,7 +219,7 @@ def test_rope_and_cache_rotates_and_writes_exactly_its_slots(
             expected_values[block, LAYER, :, offset] = v
             token += 1
     tolerance = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}[dtype]
-    keys, values = keys_by_slot(host_ops, cache), cache[:, :, 1]
+    keys, values = order.by_slot(cache)
     np.testing.assert_allclose(keys.astype(np.float64), expected_keys, rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(values.astype(np.float64), expected_values, rtol=tolerance, atol=tolerance)
 
@@ -204,7 +235,7 @@ def test_rope_and_cache_rotates_and_writes_exactly_its_slots(
     )
     untouched = np.ones((NUM_BLOCKS, NUM_LAYERS, case.block_size), np.bool_)
     untouched[slots // case.block_size, LAYER, slots % case.block_size] = False
-    for after, original in [(keys, keys_by_slot(host_ops, before)), (values, before[:, :, 1])]:
+    for after, original in zip((keys, values), order.by_slot(before), strict=True):
         by_slot = (0, 1, 3, 2, 4)
         assert after.transpose(by_slot)[untouched].tobytes() == original.transpose(by_slot)[untouched].tobytes()
 
@@ -249,16 +280,16 @@ def test_copying_and_filling_blocks_touches_no_others(host_ops: HostOps, dtype: 
     host_ops.fill_blocks(cache, [], 9.0)
 
 
-@pytest.mark.parametrize("num_kv_heads", [2, 9, 16])
-def test_many_sequences_are_each_as_alone(cpu: CpuOps, num_kv_heads: int) -> None:
+@pytest.mark.parametrize(("num_kv_heads", "dtype"), [(2, "float32"), (9, "float16"), (16, "bfloat16")])
+def test_many_sequences_are_each_as_alone(cpu: CpuOps, num_kv_heads: int, dtype: str) -> None:
     """To the last bit. Among many, a thread takes several KV heads at a time."""
     generator = np.random.default_rng(num_kv_heads)
     lengths = generator.integers(1, 150, 30).tolist()
     block_size, head_dim = 16, 20
     tables = shuffled_tables(generator, lengths, block_size, num_blocks=10 * len(lengths))
     shape = CacheShape(10 * len(lengths), NUM_LAYERS, num_kv_heads, block_size, head_dim)
-    cache = cpu.allocate_cache(shape, "float16")
-    cache[:] = generator.standard_normal(cache.shape).astype(np.float16)
+    cache = cpu.allocate_cache(shape, dtype)
+    cache[:] = generator.standard_normal(cache.shape).astype(cache.dtype)
     query = generator.standard_normal((len(lengths), 2 * num_kv_heads, head_dim), dtype=np.float32)
     spans = [TokenSpan(row, length - 1, [0]) for row, length in enumerate(lengths)]
     together = cpu.paged_attention(
@@ -292,6 +323,6 @@ def test_what_is_cached_is_rounded_to_nearest(host_ops: HostOps, dtype: str) -> 
     batch = make_batch(REFERENCE, [TokenSpan(0, 0, [0] * num_tokens)], tables, block_size)
     host_ops.rope_and_cache(np.concatenate([keys, keys, values], axis=1), rope, cache, LAYER, batch, 1, None)
     with np.errstate(over="ignore", invalid="ignore"):
-        for cached, given in [(keys_by_slot(host_ops, cache), keys), (cache[:, :, 1], values)]:
+        for cached, given in zip(slot_order(host_ops, cache).by_slot(cache), (keys, values), strict=True):
             rows = cached[:, LAYER, 0].reshape(-1, head_dim)[:num_tokens]
             np.testing.assert_array_equal(rows.astype(np.float64), given.astype(cache.dtype).astype(np.float64))
