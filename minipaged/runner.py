@@ -28,10 +28,10 @@ class Model(Protocol[Array]):
     """The forward pass, as the runner sees it."""
 
     def forward(self, batch: Batch[Array], cache: Array) -> Array:
-        """Compute the batch's T tokens and write their KV; hidden states [T, hidden]."""
+        """Write the KV of the batch's T tokens; returns what `logits` needs of them, [T, hidden]."""
 
     def logits(self, hidden: Array, batch: Batch[Array]) -> Array:
-        """Float32 logits [N, vocab_size] of the N tokens `batch.sampled`."""
+        """Float32 logits [N, vocab_size] of the N tokens `batch.sampled`, at least one."""
 
 
 @dataclass(slots=True)

@@ -39,43 +39,41 @@ class Llama(Generic[Array, Weight]):
         self.rope = rope
 
     def forward(self, batch: Batch[Array], cache: Array) -> Array:
-        """Compute every token of the batch, writing its K and V into the cache.
+        """Compute the K and V of every token of the batch, in every layer, and write them into the cache.
 
-        Returns the last hidden states after the final norm, [T, hidden].
+        Returns the hidden states after the last layer's attention, [T, hidden]. What follows no other token reads:
+        `logits` computes it, for the tokens whose logits are wanted.
         """
-        eps = self.config.rms_norm_eps
+        layers = self.weights.layers
         hidden = self.ops.embed(batch.token_ids, self.weights.embedding)
-        for index, layer in enumerate(self.weights.layers):
-            normed = self.ops.rms_norm(hidden, layer.input_norm, eps)
-            hidden = self._add_attention(index, layer, normed, hidden, batch, cache)
-            normed = self.ops.rms_norm(hidden, layer.post_attention_norm, eps)
-            hidden = self._add_mlp(layer, normed, hidden)
-        return self.ops.rms_norm(hidden, self.weights.final_norm, eps)
+        for index, layer in enumerate(layers):
+            hidden = self._add_attention(index, layer, hidden, batch, cache)
+            if index < len(layers) - 1:
+                hidden = self._add_mlp(layer, hidden)
+        return hidden
 
     def logits(self, hidden: Array, batch: Batch[Array]) -> Array:
-        """Logits of the tokens that sample, float32 [N, vocab_size]; the head runs on those rows only."""
-        return self.ops.logits(self.ops.take(hidden, batch.sampled), self.weights.head)
+        """Logits of the tokens `batch.sampled`, float32 [N, vocab_size], from what `forward` returned."""
+        hidden = self._add_mlp(self.weights.layers[-1], self.ops.take(hidden, batch.sampled))
+        normed = self.ops.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
+        return self.ops.logits(normed, self.weights.head)
 
     def _add_attention(
-        self,
-        index: int,
-        layer: LayerWeights[Array, Weight],
-        x: Array,
-        residual: Array,
-        batch: Batch[Array],
-        cache: Array,
+        self, index: int, layer: LayerWeights[Array, Weight], hidden: Array, batch: Batch[Array], cache: Array
     ) -> Array:
         config = self.config
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = (layer.q_norm, layer.k_norm, config.rms_norm_eps)
-        qkv = self.ops.linear(x, layer.qkv, layer.qkv_bias, None)
+        normed = self.ops.rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+        qkv = self.ops.linear(normed, layer.qkv, layer.qkv_bias, None)
         query = self.ops.rope_and_cache(qkv, self.rope, cache, index, batch, config.num_query_heads, norms)
         scale = config.head_dim**-0.5
         window = config.sliding_windows[index]
         attended = self.ops.paged_attention(query, cache, index, batch, scale, window)
-        return self.ops.linear(attended, layer.output, layer.output_bias, residual)
+        return self.ops.linear(attended, layer.output, layer.output_bias, hidden)
 
-    def _add_mlp(self, layer: LayerWeights[Array, Weight], x: Array, residual: Array) -> Array:
-        activated = self.ops.gated_linear(x, layer.gate_up, layer.gate_up_bias)
-        return self.ops.linear(activated, layer.down, layer.down_bias, residual)
+    def _add_mlp(self, layer: LayerWeights[Array, Weight], hidden: Array) -> Array:
+        normed = self.ops.rms_norm(hidden, layer.post_attention_norm, self.config.rms_norm_eps)
+        activated = self.ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
+        return self.ops.linear(activated, layer.down, layer.down_bias, hidden)

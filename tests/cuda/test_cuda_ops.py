@@ -165,6 +165,25 @@ def test_steps_of_any_kind_with_and_without_graphs(
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_logits_of_all_tokens_of_the_largest_step(num_layers: int, tmp_path: Path) -> None:
+    """As for log-probabilities of prompts, in pieces larger than a step samples; the same bits as where few sample."""
+    path = write_tiny_model(
+        tmp_path, num_hidden_layers=num_layers, num_attention_heads=2, num_key_value_heads=1, head_dim=64
+    )
+    spans = [TokenSpan(0, 0, [*range(40)]), TokenSpan(1, 0, [*range(9, 33)])]
+    with machine(path) as (made, _):
+        batch = make_batch(made.ops, spans, TABLES, BLOCK_SIZE, [39, 63])
+        few = made.ops.download(made.ops.replay(made.logits, batch))
+        expected = made.reference_logits(make_batch(made.reference, spans, TABLES, BLOCK_SIZE, range(64)))
+        hidden = made.llama.forward(batch, made.cache)
+        for indices in (np.arange(64, dtype=np.int32), np.arange(30, 64, dtype=np.int32)):
+            piece = replace(batch, sampled=made.ops.upload(indices))
+            logits = made.ops.download(made.llama.logits(hidden, piece))
+            np.testing.assert_allclose(logits, expected[indices], rtol=0, atol=TOLERANCES["float16"])
+            np.testing.assert_array_equal(logits[np.isin(indices, [39, 63])], few)
+
+
 def test_a_decode_is_captured_the_second_time_and_fills_up_with_tokens_that_touch_nothing(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

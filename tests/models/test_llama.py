@@ -18,6 +18,7 @@ from minipaged.ops.numpy_ops import Array
 from minipaged.ops.reference import Matrix, ReferenceOps
 from tests.batches import TokenSpan, make_batch, shuffled_tables
 from tests.golden import tiny_models
+from tests.tiny import write_tiny_model
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MAX_MODEL_LEN = 256
@@ -34,8 +35,8 @@ class Loaded:
     llama: Llama[Array, Matrix]
 
     @classmethod
-    def from_path(cls, path: Path) -> Loaded:
-        ops = ReferenceOps()
+    def from_path(cls, path: Path, ops: ReferenceOps | None = None) -> Loaded:
+        ops = ops or ReferenceOps()
         source = open_model(path)
         return cls(ops, source.config, load_llama(source.checkpoint, source.config, ops, MAX_MODEL_LEN))
 
@@ -105,3 +106,25 @@ def test_logits_of_a_tiny_model(name: str, tmp_path: Path, golden: Mapping[str, 
         wanted = [expected[span.row][span.start : span.start + len(span.token_ids)] for span in spans]
         np.testing.assert_allclose(logits, np.concatenate(wanted), rtol=0, atol=TOLERANCE)
     assert computed == lengths
+
+
+class CountingOps(ReferenceOps):
+    """Notes how many tokens each MLP computes."""
+
+    def __init__(self) -> None:
+        self.mlp_tokens: list[int] = []
+
+    def gated_linear(self, x: Array, gate_up: Matrix, bias: Array | None) -> Array:
+        self.mlp_tokens.append(len(x))
+        return super().gated_linear(x, gate_up, bias)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_the_last_mlp_computes_only_tokens_that_sample(num_layers: int, tmp_path: Path) -> None:
+    """Only their hidden states are read, once the last layer's K and V are in the cache."""
+    ops = CountingOps()
+    loaded = Loaded.from_path(write_tiny_model(tmp_path, num_hidden_layers=num_layers), ops)
+    tables = shuffled_tables(np.random.default_rng(0), [5, 1, 3], 16, num_blocks=3)
+    spans = [TokenSpan(0, 0, [1, 2, 3, 4, 5]), TokenSpan(1, 0, [6]), TokenSpan(2, 0, [7, 8, 9])]
+    loaded.step(loaded.new_cache(3, 16), tables, spans, [5, 8])
+    assert ops.mlp_tokens == [9] * (num_layers - 1) + [2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +93,17 @@ def test_replay_is_the_function(model: Path, steps: list[Step], seed: int) -> No
         assert np.isfinite(called.ops.download(expected)).all()
         assert result.tobytes() == expected.tobytes()
         assert replayed.cache.tobytes() == called.cache.tobytes()
+
+
+def test_logits_do_not_depend_on_which_other_tokens_sample(model: Path) -> None:
+    """Not a bit: what follows the last attention is computed for some tokens at a time."""
+    machine = Machine(model, 2)
+    spans = [TokenSpan(0, 0, list(range(40))), TokenSpan(5, 0, [7, 8, 9])]
+    batch = make_batch(machine.ops, spans, TABLES, BLOCK_SIZE, range(43))
+    everything = machine.logits(batch)
+    for sampled in ([42], [39, 42], list(range(3, 40))):
+        some = replace(batch, sampled=machine.ops.upload(np.array(sampled, np.int32)))
+        assert machine.ops.replay(machine.logits, some).tobytes() == everything[sampled].tobytes()
 
 
 def test_two_functions_over_batches_of_the_same_size(model: Path) -> None:
