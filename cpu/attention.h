@@ -2,7 +2,8 @@
  *
  * input: q [rows, in_stride], head h at h * head_dim; output [rows, query heads * head_dim]. A piece of work is up to
  * QUERIES tokens of one sequence and some KV heads; its rows are those tokens' query heads, KV head after KV head. They
- * go through the sequence's positions tile after tile (attention_tile.h), counted from position 0.
+ * go through the sequence's positions tile after tile (attention_tile.h), counted from position 0. Where a quantised
+ * product follows, a finished row is quantised at once.
  *
  * Bytes moved: a sequence's K and V once for every QUERIES tokens; 4 * head_dim operations per row and position.
  */
@@ -82,7 +83,7 @@ INLINE void find_span(const Command *c, const Piece *piece, int tile, Span *span
 
 static void attention(const Command *c, int index, int num_threads) {
     const int dim = c->head_dim, group = c->num_query_heads / c->num_kv_heads, blocks = SPAN / c->block_size;
-    const int heads = heads_together(c, num_threads);
+    const int heads = heads_together(c, num_threads), width = c->num_query_heads * dim;
     Piece piece, next; /* next: most likely this thread's */
     find_piece(c, 0, index, heads, &piece);
     if (!find_piece(c, piece.sequence, piece.number + num_threads, heads, &next)) next = piece;
@@ -90,17 +91,17 @@ static void attention(const Command *c, int index, int num_threads) {
     Row rows[KV_HEADS][QUERIES * HEADS];
     QueryPairs queries[KV_HEADS][QUERIES * HEADS]; /* the same queries, where K is in bfloat16 */
     for (int g0 = 0; g0 < group; g0 += HEADS) { /* so many query heads at a time that `rows` is bounded */
-        int count = 0;
+        const int together = group - g0 < HEADS ? group - g0 : HEADS, count = (piece.end - piece.first) * together;
         for (int t = piece.first; t < piece.end; t++)
-            for (int g = g0; g < group && g < g0 + HEADS; g++, count++)
-                for (int head = piece.first_head; head < piece.end_head; head++) {
-                    const int h = head * group + g, position = c->batch->positions[t];
+            for (int head = 0; head < piece.end_head - piece.first_head; head++)
+                for (int g = 0; g < together; g++) {
+                    const int h = (piece.first_head + head) * group + g0 + g, position = c->batch->positions[t];
+                    const int r = (t - piece.first) * together + g;
                     float *out = (float *)c->output + ((int64_t)t * c->num_query_heads + h) * dim;
                     memset(out, 0, dim * sizeof(float));
                     const float *query = (const float *)c->input + (int64_t)t * c->in_stride + h * dim;
-                    rows[head - piece.first_head][count] =
-                        (Row){query, out, spread(0), -INFINITY, first_seen(c, position), position};
-                    if (c->kind == KIND_BF16) round_to_pairs(query, 0, dim, queries[head - piece.first_head][count]);
+                    rows[head][r] = (Row){query, out, spread(0), -INFINITY, first_seen(c, position), position};
+                    if (c->kind == KIND_BF16) round_to_pairs(query, 0, dim, queries[head][r]);
                 }
         Span spans[2];
         const int last = piece.last_block / blocks;
@@ -123,7 +124,13 @@ static void attention(const Command *c, int index, int num_threads) {
         for (int head = 0; head < piece.end_head - piece.first_head; head++)
             for (int r = 0; r < count; r++) {
                 const Row *row = &rows[head][r];
-                divide_row(row->acc, sum_lanes(row->total), dim);
+                multiply_row(row->acc, 1 / sum_lanes(row->total), dim);
+                if (c->made.q) { /* whole groups of a head */
+                    const int64_t at = row->acc - (float *)c->output;
+                    const int t = (int)(at / width), group_at = (int)(at % width) / GROUP;
+                    for (int i = 0; i < dim / GROUP; i++)
+                        quantise_group(row->acc + i * GROUP, width, &c->made, t, group_at + i);
+                }
             }
     }
 }

@@ -142,13 +142,14 @@ INLINE float weigh_row(const Span *span, Row *row, float *scores, int vector, in
     const float here = max_lanes(most), largest = here > row->largest ? here : row->largest;
     const float shift = largest == -INFINITY ? 0 : largest; /* minus infinity or NaN so far: weights of 0 or NaN */
     const float keep = largest == row->largest ? 1 : exponential(spread(row->largest - largest))[0];
-    row->total *= spread(keep);
+    vfloat total = row->total * spread(keep);
     row->largest = largest;
     for (int at = vector; at < end; at++) {
         const vfloat weight = exponential(load(scores + at * LANES) - spread(shift));
         store(scores + at * LANES, weight);
-        row->total += weight;
+        total += weight;
     }
+    row->total = total;
     return keep;
 }
 
@@ -262,12 +263,6 @@ INLINE void multiply_row(float *x, float factor, int dim) {
     int i = 0;
     for (; i + LANES <= dim; i += LANES) store(x + i, load(x + i) * spread(factor));
     for (; i < dim; i++) x[i] *= factor;
-}
-
-INLINE void divide_row(float *x, float divisor, int dim) {
-    int i = 0;
-    for (; i + LANES <= dim; i += LANES) store(x + i, load(x + i) / spread(divisor));
-    for (; i < dim; i++) x[i] /= divisor;
 }
 
 /* One tile for up to ROWS rows. */

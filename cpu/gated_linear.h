@@ -26,15 +26,17 @@ INLINE void finish_group(const Command *c, float (*products)[2][GROUP], int colu
     if (c->bias)
         for (int half = 0; half < 2; half++)
             memcpy(bias[half], (const float *)c->bias + half * c->out + column, width * sizeof(float));
-    for (int t = 0; t < tokens; t++) {
-        float out[GROUP];
+    float out[TOKENS][GROUP]; /* of all tokens before any is quantised: neither then waits for the other */
+    for (int t = 0; t < tokens; t++)
         for (int i = 0; i < GROUP; i += LANES) {
             vfloat gate = load(products[t][0] + i), up = load(products[t][1] + i);
             if (c->bias) gate += load(bias[0] + i), up += load(bias[1] + i);
-            store(out + i, gate / (1 + exponential(-gate)) * up);
+            store(out[t] + i, gate / (1 + exponential(-gate)) * up);
         }
-        if (c->output) memcpy((float *)c->output + (int64_t)(token + t) * c->out + column, out, width * sizeof(float));
-        if (c->made.q) quantise_group(out, c->out, &c->made, token + t, column / GROUP);
+    for (int t = 0; t < tokens; t++) {
+        float *row = (float *)c->output + (int64_t)(token + t) * c->out + column;
+        if (c->output) memcpy(row, out[t], width * sizeof(float));
+        if (c->made.q) quantise_group(out[t], c->out, &c->made, token + t, column / GROUP);
     }
 }
 

@@ -345,10 +345,11 @@ class CpuOps(NumpyOps):
     def paged_attention(
         self, query: Array, cache: Array, layer: int, batch: Batch[Array], scale: float, window: int | None
     ) -> Array:
-        """Online softmax over the blocks, in order of position."""
+        """Online softmax over the blocks, in order of position; and quantisation of heads that are whole groups."""
         num_tokens, num_query_heads, head_dim = query.shape
         output = self._empty((num_tokens, num_query_heads * head_dim))
-        self._emit(
+        emit = self._emit if head_dim % GROUP else self._emit_rows
+        emit(
             output,
             op=ATTENTION,
             rows=num_tokens,
@@ -360,6 +361,7 @@ class CpuOps(NumpyOps):
             batch=self._use(batch),
             **_cache_fields(cache, layer),
         )
+        self._read(output)  # its sums are made there
         return output
 
     def take(self, x: Array, indices: Array) -> Array:
