@@ -122,8 +122,7 @@ static void quantise(const Command *c, int t) {
 /* The rows of the input that sample, in order. */
 static void take_rows(const Command *c, int t) {
     const float *x = (const float *)c->input + (int64_t)c->batch->sampled[t] * c->in;
-    if (c->output) memcpy((float *)c->output + (int64_t)t * c->in, x, c->in * sizeof(float));
-    if (c->made.q) quantise_row(x, c->in, &c->made, t);
+    memcpy((float *)c->output + (int64_t)t * c->in, x, c->in * sizeof(float));
 }
 
 /* Bytes from where a block's K or V of one head begins to element i of a slot. K lies transposed, [head_dim,

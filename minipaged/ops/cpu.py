@@ -371,14 +371,16 @@ class CpuOps(NumpyOps):
             return taken
         assert self._batch is not None
         assert indices is self._batch.sampled, "a recorded function took other rows than those that sample"
-        return self._emit_rows(
-            self._empty((len(indices), x.shape[1])),
+        output = self._empty((len(indices), x.shape[1]))
+        self._emit(
+            output,
             op=TAKE,
             rows=len(indices),
             **{"in": x.shape[1]},
             input=self._read(x),
             batch=_address(self._header),
         )
+        return output
 
     # Choosing tokens
 
