@@ -32,34 +32,32 @@ class StepArrays:
     """[N]: which of the S sequences sample, ascending."""
     sampling_rows: Int32
     """[N]: their rows. The same object as before while the same rows decode."""
+    sampled: Int32
+    """[N]: their last tokens, as indices into T."""
+    next_positions: Int32
+    """[N]: of the tokens to be chosen."""
     outputs: Int32
     """[N]: which of the plan's sampling rows they are."""
     prompt_logprobs: tuple[int, ...] = ()
     """Which of the S sequences want log-probabilities of their prompt tokens."""
-
-    @property
-    def sampled(self) -> Int32:
-        """[N]: indices into T, the last token of each sequence that samples."""
-        return self.query_starts[self.sampling + 1] - np.int32(1)
-
-    @property
-    def next_positions(self) -> Int32:
-        """[N]: of the tokens to be chosen."""
-        return self.positions[self.sampled] + np.int32(1)
 
     def select(self, sequences: Int32) -> StepArrays:
         """The work of some of the sequences, at least one, ascending."""
         starts, ends = self.query_starts[sequences], self.query_starts[sequences + 1]
         tokens = np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
         of_these = np.isin(self.sampling, sequences)
+        query_starts = _starts((ends - starts).tolist())
+        sampling = np.searchsorted(sequences, self.sampling[of_these]).astype(np.int32)
         return StepArrays(
             token_ids=self.token_ids[tokens],
             positions=self.positions[tokens],
             slots=self.slots[tokens],
-            query_starts=_starts((ends - starts).tolist()),
+            query_starts=query_starts,
             rows=self.rows[sequences],
-            sampling=np.searchsorted(sequences, self.sampling[of_these]).astype(np.int32),
+            sampling=sampling,
             sampling_rows=self.sampling_rows[of_these],
+            sampled=_last_tokens(query_starts, sampling),
+            next_positions=self.next_positions[of_these],
             outputs=self.outputs[of_these],
             prompt_logprobs=tuple(i for i, s in enumerate(sequences.tolist()) if s in self.prompt_logprobs),
         )
@@ -178,7 +176,8 @@ class Rows:
             self._decode_starts = np.arange(len(decode_rows) + 1, dtype=np.int32)
         rows, starts = self._decode_array, self._decode_starts
         positions = self._num_computed[rows]
-        self._num_computed[rows] = positions + np.int32(1)
+        next_positions = positions + np.int32(1)
+        self._num_computed[rows] = next_positions
         return StepArrays(
             token_ids=self._last_token[rows],
             positions=positions,
@@ -187,6 +186,8 @@ class Rows:
             rows=rows,
             sampling=starts[:-1],
             sampling_rows=rows,
+            sampled=starts[:-1],
+            next_positions=next_positions,
             outputs=starts[:-1],
         )
 
@@ -207,14 +208,18 @@ class Rows:
             sampling = np.concatenate([sampling, np.array(of_chunks, np.int32)])
             sampling_rows = rows[sampling]
             outputs = np.arange(len(sampling), dtype=np.int32)
+        query_starts = _starts([1] * num_decodes + [chunk.num_tokens for chunk in chunks])
+        sampled, all_positions = _last_tokens(query_starts, sampling), np.concatenate(positions)
         return StepArrays(
             token_ids=np.concatenate(token_ids),
-            positions=np.concatenate(positions),
+            positions=all_positions,
             slots=np.concatenate(slots),
-            query_starts=_starts([1] * num_decodes + [chunk.num_tokens for chunk in chunks]),
+            query_starts=query_starts,
             rows=rows,
             sampling=sampling,
             sampling_rows=sampling_rows,
+            sampled=sampled,
+            next_positions=all_positions[sampled] + np.int32(1),
             outputs=outputs,
             prompt_logprobs=tuple(num_decodes + i for i, chunk in enumerate(chunks) if chunk.prompt_logprobs),
         )
@@ -223,6 +228,10 @@ class Rows:
         columns, offsets = np.divmod(positions, np.int32(self._block_size))
         blocks: Int64 = self._tables[rows, columns].astype(np.int64)
         return blocks * self._block_size + offsets
+
+
+def _last_tokens(query_starts: Int32, sequences: Int32) -> Int32:
+    return query_starts[sequences + 1] - np.int32(1)
 
 
 def _starts(lengths: list[int]) -> Int32:

@@ -138,7 +138,7 @@ class Runner(Generic[Array, Weight]):
             rows=arrays.rows,
             block_tables=self._rows.block_tables,
             sampled=arrays.sampled,
-            next_positions=arrays.next_positions.astype(np.uint32),
+            next_positions=arrays.next_positions.view(np.uint32),
         )
         return self._ops.upload_batch(batch, self._rows.changed_places())
 
@@ -272,7 +272,8 @@ class Runner(Generic[Array, Weight]):
         self, choices: _Choices, next_positions: Array, logits: Array, raw_logits: Array, outcome: _Outcome
     ) -> None:
         sampled = self._ops.sample(logits, raw_logits, self._sampling.batch(choices.rows, next_positions))
-        failed = sampled.token_ids < 0
+        token_ids = sampled.token_ids
+        failed = token_ids < 0
         if sampled.logprobs is not None:
             asked = self._sampling.num_logprobs(choices.rows)
             failed |= (asked >= 0) & np.isnan(sampled.logprobs)
@@ -285,8 +286,7 @@ class Runner(Generic[Array, Weight]):
                     f"No token can be chosen at position {position}: the logits hold NaN, or nothing finite. "
                     "Check logit_bias and the logits callback; without those, the model's weights or KV are at fault."
                 )
-            choices = choices.take(np.flatnonzero(~failed))
-        token_ids = sampled.token_ids[~failed]
+            choices, token_ids = choices.take(np.flatnonzero(~failed)), token_ids[~failed]
         outcome.token_ids[choices.outputs] = token_ids
         self._rows.append(choices.rows, token_ids)
         self._sampling.append(choices.rows, token_ids)
