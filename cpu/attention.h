@@ -69,7 +69,7 @@ INLINE int find_piece(const Command *c, int s, int number, int heads, Piece *pie
 /* The tile with the given number, as far as the piece sees it. */
 INLINE void find_span(const Command *c, const Piece *piece, int tile, Span *span) {
     const int32_t *table = c->batch->tables + c->batch->rows[piece->sequence] * c->batch->table_stride;
-    const int blocks = SPAN / c->block_size, element = c->kind == KIND_F32 ? 4 : 2, column = tile * blocks;
+    const int blocks = SPAN / c->block_size, element = element_bytes(c->kind), column = tile * blocks;
     span->base = column * c->block_size;
     span->size = c->block_size;
     span->vectors = (c->block_size + LANES - 1) / LANES;
@@ -87,7 +87,7 @@ static void attention(const Command *c, int index, int num_threads) {
     Piece piece, next; /* next: most likely this thread's */
     find_piece(c, 0, index, heads, &piece);
     if (!find_piece(c, piece.sequence, piece.number + num_threads, heads, &next)) next = piece;
-    const int block_bytes = c->block_size * dim * (c->kind == KIND_F32 ? 4 : 2);
+    const int block_bytes = c->block_size * dim * element_bytes(c->kind);
     Row rows[KV_HEADS][QUERIES * HEADS];
     QueryPairs queries[KV_HEADS][QUERIES * HEADS]; /* the same queries, where K is in bfloat16 */
     for (int g0 = 0; g0 < group; g0 += HEADS) { /* so many query heads at a time that `rows` is bounded */

@@ -33,7 +33,7 @@ typedef struct {
     int64_t head;   /* bytes from there to the KV head in turn */
     int first, end; /* blocks [first, end) of the tile are there */
     int base;       /* position of the first slot */
-    int size;       /* positions of a block */
+    int size;       /* positions of a block, at most SPAN */
     int vectors;    /* per block: ceil(size / LANES) */
 } Span;
 
@@ -65,12 +65,7 @@ typedef uint32_t WeightPairs[MAX_SCORES / 2];
 
 INLINE void round_to_pairs(const float *numbers, int first, int end, uint32_t *pairs) {
     for (int i = first; i < end; i += LANES) {
-        vfloat lanes = {0};
-        if (i + LANES <= end)
-            lanes = load(numbers + i);
-        else
-            memcpy(&lanes, numbers + i, (end - i) * sizeof(float));
-        const vhalf rounded = round_to_bfloat(lanes);
+        const vhalf rounded = round_to_bfloat(load_lanes(numbers + i, end - i < LANES ? end - i : LANES));
         memcpy((char *)pairs + 2 * i, &rounded, sizeof rounded);
     }
 }
@@ -83,7 +78,7 @@ INLINE void score_vectors(const Span *span, Ahead *ahead, int dim, float scale, 
     vfloat sums[ROWS][4];
     for (int v = 0; v < count; v++) {
         const int at = vector + v, block = at / span->vectors, offset = at % span->vectors * LANES;
-        keys[v] = span->keys[block] + span->head + offset * (kind == KIND_F16 ? 2 : 4);
+        keys[v] = span->keys[block] + span->head + key_offset(span->size, offset, 0, kind);
         for (int r = 0; r < num_rows; r++) sums[r][v] = spread(0);
     }
     if (kind == KIND_BF16) {

@@ -24,7 +24,7 @@ typedef struct {
     float *sum;    /* [rows, K / GROUP]: scale * (sum of q over the group), which multiplies the weights' minimum */
 } Quantised;
 
-/* The tokens of a step; the fields of ops/base.py's Batch. */
+/* The tokens of a step: what the kernels read of ops/base.py's Batch. */
 typedef struct {
     const int32_t *token_ids, *positions;
     const int64_t *slots;

@@ -14,9 +14,9 @@
  * A piece of work is some tiles; in a tile, blocks of tokens whose accumulators stay in registers while the weights,
  * unpacked once for all tokens of the block, stream by. Every output is accumulated group after group (or input after
  * input) in one lane, whatever the number of tokens: batch size, neighbours and threads never change a bit. Bytes
- * moved: the matrix once (from the cache for every further block of tokens), the residual and the output once; one token
- * takes at least bytes / bandwidth, many take rows * in * out products at 64 bytes per instruction where the processor
- * has VNNI.
+ * moved: the matrix once (from the cache for every further block of tokens), the residual and the output once; one
+ * token takes at least bytes / bandwidth, many take rows * in * out products at 64 bytes per instruction where the
+ * processor has VNNI.
  */
 #ifndef MINIPAGED_LINEAR_H
 #define MINIPAGED_LINEAR_H
@@ -30,31 +30,15 @@ enum { NEAR_BYTES = 256 * 1024 };                        /* a part of the second
 enum { AHEAD = 6144 }; /* bytes by which weights are asked for before they are needed */
 enum { Q4_BYTES = 64 + 4 * 64, Q8_BYTES = 64 + 8 * 64 };
 
+/* Of F32, F16 and BF16. */
+INLINE int element_bytes(int kind) { return kind == KIND_F32 ? 4 : 2; }
+
 INLINE int tile_bytes(int kind, int in) {
     switch (kind) {
     case KIND_Q4: return in / GROUP * Q4_BYTES;
     case KIND_Q8: return in / GROUP * Q8_BYTES;
-    case KIND_F32: return in * TILE * 4;
-    default: return in * TILE * 2;
+    default: return in * TILE * element_bytes(kind);
     }
-}
-
-/* The first `width` lanes from memory, zero in the others; and to memory. */
-INLINE vfloat load_lanes(const float *p, int width) {
-    if (width == LANES) return load(p);
-    float lanes[LANES] = {0};
-    memcpy(lanes, p, width * sizeof(float));
-    return load(lanes);
-}
-
-INLINE void store_lanes(float *p, vfloat v, int width) {
-    if (width == LANES) {
-        store(p, v);
-        return;
-    }
-    float lanes[LANES];
-    store(lanes, v);
-    memcpy(p, lanes, width * sizeof(float));
 }
 
 /* Write the accumulators of `tokens` tokens to output rows from `row` on, columns [column, column + LANES), those that
@@ -123,7 +107,7 @@ INLINE void linear_float(const Command *c, const uint8_t *tile, int column, int 
     for (int t = 0; t < tokens; t++) acc[t] = spread(0);
     for (int k = 0; k < c->in; k++) {
         const int at = k * TILE + part * LANES;
-        if (token == 0 && part == 0) prefetch(tile + AHEAD + (int64_t)k * TILE * (kind == KIND_F32 ? 4 : 2));
+        if (token == 0 && part == 0) prefetch(tile + AHEAD + (int64_t)k * TILE * element_bytes(kind));
         vfloat w = kind == KIND_F32   ? load((const float *)tile + at)
                    : kind == KIND_F16 ? load_half((const uint16_t *)tile + at)
                                       : load_bfloat((const uint16_t *)tile + at);

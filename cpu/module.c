@@ -1,7 +1,7 @@
 /* minipaged.ops._cpu_kernels: run a list of commands on a team of threads, without the GIL.
  *
- * Python passes addresses and sizes: minipaged/ops/cpu.py takes them from arrays that it keeps alive and from the checked
- * model.
+ * Python passes addresses and sizes: minipaged/ops/cpu.py takes them from arrays that it keeps alive and from the
+ * checked model.
  */
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
@@ -49,14 +49,15 @@ static int instruction_sets(InstructionSet *sets) {
     __builtin_cpu_init();
     int v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
     int v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd");
+             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+             __builtin_cpu_supports("avx512cd");
+    int vnni = v4 && __builtin_cpu_supports("avx512vnni");
+    int bf16 = vnni && __builtin_cpu_supports("avx512bf16");
     sets[count++] = (InstructionSet){"x86-64-v2", kernels_v2, __builtin_cpu_supports("sse4.2")};
     sets[count++] = (InstructionSet){"x86-64-v3", kernels_v3, v3};
     sets[count++] = (InstructionSet){"x86-64-v4", kernels_v4, v4};
-    int vnni = v4 && __builtin_cpu_supports("avx512vnni");
     sets[count++] = (InstructionSet){"x86-64-v4+vnni", kernels_v4_vnni, vnni};
-    sets[count++] =
-        (InstructionSet){"x86-64-v4+vnni+bf16", kernels_v4_bf16, vnni && __builtin_cpu_supports("avx512bf16")};
+    sets[count++] = (InstructionSet){"x86-64-v4+vnni+bf16", kernels_v4_bf16, bf16};
 #elif defined(__aarch64__)
     sets[count++] = (InstructionSet){"armv8", kernels_v8, 1};
     sets[count++] = (InstructionSet){"armv8.2+dotprod", kernels_v8_dotprod, has_dotprod()};
@@ -106,7 +107,8 @@ static PyObject *run(PyObject *module, PyObject *arguments) {
         if (sets[i].supported && !strcmp(sets[i].name, name)) kernels = sets[i].kernels;
     Team *team = PyCapsule_GetPointer(capsule, "team");
     if (team && commands.len % (Py_ssize_t)sizeof(Command)) {
-        PyErr_Format(PyExc_ValueError, "%zd bytes are no whole number of commands of %zu", commands.len, sizeof(Command));
+        PyErr_Format(PyExc_ValueError, "%zd bytes are no whole number of commands of %zu", commands.len,
+                     sizeof(Command));
     } else if (team && !kernels) {
         PyErr_Format(PyExc_ValueError, "instruction set %s is unknown or not supported here", name);
     } else if (team) {

@@ -39,10 +39,6 @@ INLINE void quantise_group(const float *x, int width, const Quantised *out, int 
     out->sum[at] = scale * (float)sum_int_lanes(sums);
 }
 
-INLINE void quantise_row(const float *x, int width, const Quantised *out, int row) {
-    for (int group = 0; group < width / GROUP; group++) quantise_group(x + group * GROUP, width, out, row, group);
-}
-
 INLINE float one_half(uint16_t bits) {
     uint16_t lanes[LANES] = {bits};
     return load_half(lanes)[0];
@@ -116,7 +112,8 @@ static void rms_norm(const Command *c, int t) {
 }
 
 static void quantise(const Command *c, int t) {
-    quantise_row((const float *)c->input + (int64_t)t * c->in_stride, c->in, &c->made, t);
+    const float *x = (const float *)c->input + (int64_t)t * c->in_stride;
+    for (int group = 0; group < c->in / GROUP; group++) quantise_group(x + group * GROUP, c->in, &c->made, t, group);
 }
 
 /* The rows of the input that sample, in order. */
@@ -132,29 +129,34 @@ static void take_rows(const Command *c, int t) {
  * of an odd number. */
 INLINE int64_t key_offset(int size, int slot, int i, const int kind) {
     if (kind == KIND_BF16) return ((int64_t)(i / 2) * size + slot) * 4 + i % 2 * 2;
-    return ((int64_t)i * size + slot) * (kind == KIND_F32 ? 4 : 2);
+    return ((int64_t)i * size + slot) * element_bytes(kind);
 }
 
 INLINE int64_t value_offset(int size, int dim, int slot, int i, const int kind) {
     if (kind == KIND_BF16 && (slot ^ 1) < size) return ((int64_t)(slot / 2) * dim + i) * 4 + slot % 2 * 2;
-    return ((int64_t)slot * dim + i) * (kind == KIND_F32 ? 4 : 2);
+    return ((int64_t)slot * dim + i) * element_bytes(kind);
+}
+
+/* A vector of numbers, rounded, as LANES elements of the cache. */
+INLINE void store_elements(char *p, vfloat numbers, const int kind) {
+    if (kind == KIND_F32) {
+        store((float *)p, numbers);
+        return;
+    }
+    const vhalf rounded = kind == KIND_F16 ? float_to_half(numbers) : float_to_bfloat(numbers);
+    memcpy(p, &rounded, sizeof rounded);
 }
 
 /* Write K and V of one token and KV head, `dim` numbers each, to a slot of its block. */
 INLINE void store_kv(char *keys, char *values, const float *key, const float *value, int size, int dim, int slot,
                      const int kind) {
-    const int bytes = kind == KIND_F32 ? 4 : 2;
+    const int bytes = element_bytes(kind);
+    const int pair = kind == KIND_BF16 ? 2 : 1; /* elements of K that lie together; head_dim is even */
     for (int i = 0; i < dim; i += LANES) {
         const int width = dim - i < LANES ? dim - i : LANES;
-        float numbers[2][LANES] = {{0}};
-        memcpy(numbers[0], key + i, width * sizeof(float));
-        memcpy(numbers[1], value + i, width * sizeof(float));
-        vhalf halves[2];
-        for (int n = 0; n < 2 && kind != KIND_F32; n++)
-            halves[n] = kind == KIND_F16 ? float_to_half(load(numbers[n])) : float_to_bfloat(load(numbers[n]));
-        const char *k = kind == KIND_F32 ? (char *)numbers[0] : (char *)&halves[0];
-        const char *v = kind == KIND_F32 ? (char *)numbers[1] : (char *)&halves[1];
-        const int pair = kind == KIND_BF16 ? 2 : 1; /* elements of K that lie together; head_dim is even */
+        char k[LANES * sizeof(float)], v[LANES * sizeof(float)];
+        store_elements(k, load_lanes(key + i, width), kind);
+        store_elements(v, load_lanes(value + i, width), kind);
         for (int j = 0; j < width; j += pair)
             memcpy(keys + key_offset(size, slot, i + j, kind), k + j * bytes, pair * bytes);
         if (kind != KIND_BF16 || (slot ^ 1) == size)
@@ -195,7 +197,7 @@ static void rope_and_cache(const Command *c, int t) {
     for (int h = 0; h < kv_heads; h++) {
         float *key = row + (heads + h) * dim, *value = key + kv_heads * dim;
         rotate_head(key, dim, rope_row, c->bias, c->eps);
-        const int bytes = c->kind == KIND_F32 ? 4 : 2;
+        const int bytes = element_bytes(c->kind);
         char *keys = (char *)c->cache + cache_offset(c, block, 0, h) * bytes;
         char *values = (char *)c->cache + cache_offset(c, block, 1, h) * bytes;
         switch (c->kind) {

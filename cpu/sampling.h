@@ -1,12 +1,12 @@
 /* One token from one row of logits, by the rules of minipaged/ops/reference_sampling.py.
  *
- * input: logits [rows, in]; second, weight, bias: temperature, top_p, min_p, float32 [rows]; extra: top_k, int32 [rows];
- * third: uniform numbers, float64 [rows]; cache: scratch, float32 [rows, in]; output: token ids, int32 [rows], -1 where
- * the logits hold NaN or nothing finite.
+ * input: logits [rows, in]; second, weight, bias: temperature, top_p, min_p, float32 [rows]; extra: top_k, int32
+ * [rows]; third: uniform numbers, float64 [rows]; cache: scratch, float32 [rows, in]; output: token ids, int32 [rows],
+ * -1 where the logits hold NaN or nothing finite.
  *
- * What top-k and top-p keep is a prefix of the tokens in descending order of their logits, ties by smaller id. Its end is
- * found by radix selection: a histogram over the upper bits of the logits, then over the next bits of those in the bucket
- * where the prefix ends. So nothing is sorted, and three passes are enough for any distribution.
+ * What top-k and top-p keep is a prefix of the tokens in descending order of their logits, ties by smaller id. Its end
+ * is found by radix selection: a histogram over the upper bits of the logits, then over the next bits of those in the
+ * bucket where the prefix ends. So nothing is sorted, and three passes are enough for any distribution.
  */
 #ifndef MINIPAGED_SAMPLING_H
 #define MINIPAGED_SAMPLING_H
@@ -46,9 +46,10 @@ INLINE int any_weight_reaches(const float *weights, int count, float floor) {
     return reaches != 0;
 }
 
-/* The shortest prefix of `count` tokens, or (count < 0) whose weights reach `mass`. Tokens that weigh less than `floor` are
- * known not to be in it, which spares looking at most of the vocabulary. */
-static Prefix select_prefix(const float *logits, const float *weights, int size, int64_t count, double mass, float floor) {
+/* The shortest prefix of `count` tokens, or (count < 0) whose weights reach `mass`. Tokens that weigh less than `floor`
+ * are known not to be in it, which spares looking at most of the vocabulary. */
+static Prefix select_prefix(const float *logits, const float *weights, int size, int64_t count, double mass,
+                            float floor) {
     enum { BUCKETS = 4096 };
     static const int shifts[] = {20, 8, 0}, widths[] = {12, 12, 8};
     int32_t counts[BUCKETS];
@@ -122,7 +123,7 @@ static double sum_weights(const float *weights, int size) {
     return total;
 }
 
-/* A weight that at least `count` tokens reach: the count-th largest of the stretches' maxima. 0 if there are too few. */
+/* A weight that at least `count` tokens reach: the count-th largest of the stretches' maxima; 0 if there are fewer. */
 static float common_weight(const float *weights, int size, int count) {
     enum { MOST = 4096 };
     float maxima[MOST];
@@ -200,12 +201,7 @@ static void sample(const Command *c, int row) {
 
     const float peak = logits[best] > FLT_MAX ? FLT_MAX : logits[best];
     for (i = 0; i + LANES <= size; i += LANES) store(weights + i, weigh(load(logits + i), peak, temperature));
-    if (i < size) {
-        float rest[LANES] = {0};
-        memcpy(rest, logits + i, (size - i) * sizeof(float));
-        store(rest, weigh(load(rest), peak, temperature));
-        memcpy(weights + i, rest, (size - i) * sizeof(float));
-    }
+    if (i < size) store_lanes(weights + i, weigh(load_lanes(logits + i, size - i), peak, temperature), size - i);
     const int32_t top_k = ((const int32_t *)c->extra)[row];
     const float top_p = ((const float *)c->weight)[row], min_p = ((const float *)c->bias)[row];
     double total;
@@ -217,7 +213,7 @@ static void sample(const Command *c, int row) {
     }
     if (top_p < 1) {
         const double mass = (double)top_p * total;
-        /* All tokens below this together weigh less than what the prefix leaves; and those of no weight are out already. */
+        /* All tokens below this together weigh less than what the prefix leaves; those of no weight are out already. */
         float floor = (float)((total - mass) / size) * 0.999f;
         if (floor < FLT_MIN) floor = FLT_MIN;
         const Prefix prefix = select_prefix(logits, weights, size, -1, mass, floor);

@@ -1,8 +1,9 @@
 /* Vectors of LANES float32 or int32, for the instruction set that this file is compiled for.
  *
  * Everything else is written with these, in GCC and Clang's vector extensions. Only what those cannot say (fused
- * multiply-add, products of bytes, half precision) has a version per instruction set. Results differ between
- * instruction sets at most by what fused multiply-add rounds; on one machine only one of them is used.
+ * multiply-add, products of bytes and of bfloat16, half precision) has a version per instruction set. Results differ
+ * between instruction sets at most by how fused multiply-add and products of bfloat16 round; on one machine only one of
+ * them is used.
  */
 #ifndef MINIPAGED_SIMD_H
 #define MINIPAGED_SIMD_H
@@ -43,6 +44,24 @@ INLINE vfloat load(const float *p) {
 }
 
 INLINE void store(float *p, vfloat v) { memcpy(p, &v, sizeof v); }
+
+/* The first `width` lanes from memory, zero in the others; and to memory. */
+INLINE vfloat load_lanes(const float *p, int width) {
+    if (width == LANES) return load(p);
+    float lanes[LANES] = {0};
+    memcpy(lanes, p, width * sizeof(float));
+    return load(lanes);
+}
+
+INLINE void store_lanes(float *p, vfloat v, int width) {
+    if (width == LANES) {
+        store(p, v);
+        return;
+    }
+    float lanes[LANES];
+    store(lanes, v);
+    memcpy(p, lanes, width * sizeof(float));
+}
 
 INLINE vfloat spread(float x) { return x - (vfloat){0}; }
 
