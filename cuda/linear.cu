@@ -2,7 +2,7 @@
 // take no residual; linear_*_gated makes silu(gate) * up of the sums.
 //
 //   x         ELEMENT [num_rows, depth]
-//   weight    ELEMENT [num_columns, depth]; depth is a multiple of 8, so that every row starts at a multiple of 16 bytes
+//   weight    ELEMENT [num_columns, depth]; depth is a multiple of 8, so that rows start at multiples of 16 bytes
 //   bias      float32 [num_columns] or null
 //   residual  ELEMENT [num_rows, num_columns], num_columns being even; or null
 //   out       ELEMENT [num_rows, num_columns]; of linear_*_float32 float32; of linear_*_gated ELEMENT
@@ -168,8 +168,8 @@ __device__ __forceinline__ void linear(
 
     // What of the residual is added to them: asked for all at once, and before the products where registers hold both.
     constexpr bool kIsEarly = kTilesDown * kTilesAcross <= 4;
-    unsigned others[kTilesDown][kTilesAcross][2];
-    auto load_others = [&] {
+    unsigned residuals[kTilesDown][kTilesAcross][2];
+    auto load_residuals = [&] {
 #pragma unroll
         for (int i = 0; i < kTilesDown; i++)
 #pragma unroll
@@ -179,7 +179,7 @@ __device__ __forceinline__ void linear(
                     const long long row = own_row + i * 16 + half * 8;
                     const int column = own_column + j * 8;
                     if (row >= num_rows || column >= num_columns) continue;
-                    others[i][j][half] = *reinterpret_cast<const unsigned*>(residual + row * num_columns + column);
+                    residuals[i][j][half] = *reinterpret_cast<const unsigned*>(residual + row * num_columns + column);
                 }
     };
 
@@ -193,7 +193,7 @@ __device__ __forceinline__ void linear(
 
 #pragma unroll
     for (int i = 0; i < kStages - 1; i++) copy_stage();
-    if (kIsEarly && residual) load_others();
+    if (kIsEarly && residual) load_residuals();
     for (int start = 0, stage = 0; start < depth; start += kDepth, stage = stage + 1 < kStages ? stage + 1 : 0) {
         cp_async_wait<kStages - 2>();
         __syncthreads();  // this step has arrived for all, and all have done with the one whose place is filled next
@@ -234,7 +234,7 @@ __device__ __forceinline__ void linear(
                     for (int j = 0; j < kTilesAcross; j++) multiply_add(sums[i][j], a[ahead][i], b[ahead][j]);
         }
     }
-    if (!kIsEarly && residual) load_others();
+    if (!kIsEarly && residual) load_residuals();
     cp_async_wait<0>();
 
 #pragma unroll
@@ -258,8 +258,8 @@ __device__ __forceinline__ void linear(
                     continue;
                 }
                 if (residual) {
-                    const float2 other = unpack(others[i][j][half]);
-                    low += other.x, high += other.y;
+                    const float2 added = unpack(residuals[i][j][half]);
+                    low += added.x, high += added.y;
                 }
                 Output* place = out + row * num_columns + column;
                 if (is_pair) {

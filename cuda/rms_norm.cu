@@ -5,8 +5,9 @@
 //   out     ELEMENT [T, size]
 //
 // Grid: T blocks of any multiple of 32 threads up to 1024, to be chosen from `size` alone, because the order of addition
-// depends on it; size / (16 / sizeof(ELEMENT)) threads rounded up leave one vector of 16 bytes to each. A block owns one row.
-// A thread adds the squares of its elements in order, a warp by a butterfly, and each thread the sums of the warps in order.
+// depends on it; size / (16 / sizeof(ELEMENT)) threads rounded up leave one vector of 16 bytes to each. A block owns one
+// row. A thread adds the squares of its elements in order, a warp by a butterfly, and each thread the sums of the warps
+// in order.
 //
 // Bytes moved: T * size * sizeof(ELEMENT) * 2, the second look at the row coming from the cache: 34 MB for 2048 tokens
 // of 4096 float16, 7 us at 4.8 TB/s.

@@ -16,7 +16,7 @@ from minipaged.models.hub import resolve_model
 from minipaged.models.source import ModelSource, open_model
 
 ELEMENT_TYPES = {
-    "float16": "the default on a CPU; on a GPU float16 or bfloat16, which is as large",
+    "float16": "the default on a CPU or GPU is this or bfloat16, which is as large",
     "float32": 'the default of device "reference"',
 }
 """Those of the KV cache, and who uses them."""

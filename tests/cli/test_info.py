@@ -20,7 +20,7 @@ def test_info_shows_the_architecture_and_does_the_arithmetic_of_the_cache(tmp_pa
     assert lines["Context length"].strip() == "512 tokens"
     reference, cpu = lines["KV cache, float32"].strip(), lines["KV cache, float16"].strip()
     assert reference == '512 B per token, 8 KiB per block (the default of device "reference")'
-    assert cpu.startswith("256 B per token, 4 KiB per block (the default on a CPU; on a GPU float16 or bfloat16")
+    assert cpu.startswith("256 B per token, 4 KiB per block (the default on a CPU or GPU is this or bfloat16")
     assert "128 blocks of 16 tokens = 2,048 tokens, 4 sequences of full context length" in result.stdout
     assert "32.0 bits each" in lines["Parameters"]
 

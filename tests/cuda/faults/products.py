@@ -101,9 +101,9 @@ FAULTS = (
     ),
     Fault("linear", "sums not begun at zero", "sums[i][j][e] = 0.0f", "sums[i][j][e] = 1.0f", WRONG_NUMBERS),
     Fault("linear", "copies not awaited at the end", "    cp_async_wait<0>();\n", "", "in flight"),
-    Fault("linear", "residual left out", "low += other.x, high += other.y;", "", WRONG_NUMBERS),
+    Fault("linear", "residual left out", "low += added.x, high += added.y;", "", WRONG_NUMBERS),
     Fault(
-        "linear", "residual's columns swapped", "other.x, high += other.y", "other.y, high += other.x", WRONG_NUMBERS
+        "linear", "residual's columns swapped", "added.x, high += added.y", "added.y, high += added.x", WRONG_NUMBERS
     ),
     Fault(
         "linear",
@@ -133,8 +133,8 @@ FAULTS = (
     Fault(
         "linear",
         "rounded before the residual is added",
-        "low += other.x,",
-        "low = to_float(from_float<ELEMENT>(low)) + other.x,",
+        "low += added.x,",
+        "low = to_float(from_float<ELEMENT>(low)) + added.x,",
         WRONG_NUMBERS,
     ),
     Fault("gated_linear", "gate and up swapped", "silu_and_mul(low, high)", "silu_and_mul(high, low)", WRONG_NUMBERS),
