@@ -43,7 +43,9 @@ PROMPT, NEW_TOKENS = 128, 100
 class TimesKernels(Protocol):
     """Operations that know how long their kernels ran."""
 
-    kernel_seconds: float
+    @property
+    def kernel_seconds(self) -> float:
+        """So far."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

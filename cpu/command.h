@@ -1,7 +1,8 @@
 /* What Python asks of the kernels: a list of commands, each one operation of the forward pass.
  *
- * Python (minipaged/ops/cpu.py) fills an array of `Command`, which must match COMMAND_DTYPE there, and a `BatchHeader`.
- * Arrays are float32 and row-major unless stated. T is the number of tokens, N of rows that sample, K of inputs.
+ * Python (minipaged/ops/cpu_commands.py) fills an array of `Command`, which must match COMMAND_DTYPE there, and a
+ * `BatchHeader`. Arrays are float32 and row-major unless stated. T is the number of tokens, N of rows that sample, K of
+ * inputs.
  */
 #ifndef MINIPAGED_COMMAND_H
 #define MINIPAGED_COMMAND_H

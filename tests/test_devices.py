@@ -22,7 +22,8 @@ def name_of(ops: Ops[Array, Weight]) -> str:
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where no compiler was found when minipaged was installed."""
     monkeypatch.setitem(sys.modules, "minipaged.ops._cpu_kernels", None)
-    monkeypatch.delitem(sys.modules, "minipaged.ops.cpu", raising=False)
+    for name in ("cpu", "cpu_commands"):
+        monkeypatch.delitem(sys.modules, f"minipaged.ops.{name}", raising=False)
     monkeypatch.delattr("minipaged.ops._cpu_kernels", raising=False)
 
 

@@ -1,4 +1,4 @@
-from minipaged.ops.cpu import Commands
+from minipaged.ops.cpu_commands import Commands
 
 COMMAND_BYTES: int
 

@@ -15,7 +15,8 @@ import pytest
 from minipaged.errors import DeviceError
 from minipaged.ops import _cpu_kernels
 from minipaged.ops.base import Batch
-from minipaged.ops.cpu import COMMAND_DTYPE, CpuOps
+from minipaged.ops.cpu import CpuOps
+from minipaged.ops.cpu_commands import COMMAND_DTYPE
 from minipaged.ops.numpy_ops import Array
 from tests.batches import TokenSpan, make_batch
 from tests.ops.encoded import random_tensor
