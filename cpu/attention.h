@@ -12,7 +12,8 @@
 
 #include "attention_tile.h"
 
-enum { QUERIES = 8, HEADS = 8, KV_HEADS = 8 };
+/* Of a piece of work at most, the query heads of a KV head so many at a time. */
+enum { QUERIES = 8, KV_HEADS = 8, HEADS = 8 };
 
 /* Pieces are numbered through sequences, their blocks of tokens, and shares of the KV heads. */
 typedef struct {
@@ -81,27 +82,42 @@ INLINE void find_span(const Command *c, const Piece *piece, int tile, Span *span
     }
 }
 
+/* Query head h of token t, before the first tile. */
+INLINE Row begin_row(const Command *c, int t, int h) {
+    const int dim = c->head_dim, position = c->batch->positions[t];
+    const float *query = (const float *)c->input + (int64_t)t * c->in_stride + h * dim;
+    float *acc = (float *)c->output + ((int64_t)t * c->num_query_heads + h) * dim;
+    memset(acc, 0, dim * sizeof(float));
+    return (Row){query, acc, spread(0), -INFINITY, first_seen(c, position), position};
+}
+
+INLINE void finish_row(const Command *c, const Row *row) {
+    const int dim = c->head_dim, width = c->num_query_heads * dim;
+    multiply_row(row->acc, 1 / sum_lanes(row->total), dim);
+    if (!c->made.q) return;
+    const int64_t at = row->acc - (const float *)c->output;
+    for (int i = 0; i < dim; i += GROUP) /* a head is whole groups */
+        quantise_group(row->acc + i, width, &c->made, (int)(at / width), (int)(at % width + i) / GROUP);
+}
+
 static void attention(const Command *c, int index, int num_threads) {
-    const int dim = c->head_dim, group = c->num_query_heads / c->num_kv_heads, blocks = SPAN / c->block_size;
-    const int heads = heads_together(c, num_threads), width = c->num_query_heads * dim;
+    const int group = c->num_query_heads / c->num_kv_heads, blocks = SPAN / c->block_size;
+    const int most_heads = heads_together(c, num_threads);
     Piece piece, next; /* next: most likely this thread's */
-    find_piece(c, 0, index, heads, &piece);
-    if (!find_piece(c, piece.sequence, piece.number + num_threads, heads, &next)) next = piece;
-    const int block_bytes = c->block_size * dim * element_bytes(c->kind);
+    find_piece(c, 0, index, most_heads, &piece);
+    if (!find_piece(c, piece.sequence, piece.number + num_threads, most_heads, &next)) next = piece;
+    const int heads = piece.end_head - piece.first_head;
+    const int block_bytes = c->block_size * c->head_dim * element_bytes(c->kind);
     Row rows[KV_HEADS][QUERIES * HEADS];
     QueryPairs queries[KV_HEADS][QUERIES * HEADS]; /* the same queries, where K is in bfloat16 */
     for (int g0 = 0; g0 < group; g0 += HEADS) { /* so many query heads at a time that `rows` is bounded */
         const int together = group - g0 < HEADS ? group - g0 : HEADS, count = (piece.end - piece.first) * together;
         for (int t = piece.first; t < piece.end; t++)
-            for (int head = 0; head < piece.end_head - piece.first_head; head++)
+            for (int head = 0; head < heads; head++)
                 for (int g = 0; g < together; g++) {
-                    const int h = (piece.first_head + head) * group + g0 + g, position = c->batch->positions[t];
                     const int r = (t - piece.first) * together + g;
-                    float *out = (float *)c->output + ((int64_t)t * c->num_query_heads + h) * dim;
-                    memset(out, 0, dim * sizeof(float));
-                    const float *query = (const float *)c->input + (int64_t)t * c->in_stride + h * dim;
-                    rows[head][r] = (Row){query, out, spread(0), -INFINITY, first_seen(c, position), position};
-                    if (c->kind == KIND_BF16) round_to_pairs(query, 0, dim, queries[head][r]);
+                    rows[head][r] = begin_row(c, t, (piece.first_head + head) * group + g0 + g);
+                    if (c->kind == KIND_BF16) round_to_pairs(rows[head][r].query, 0, c->head_dim, queries[head][r]);
                 }
         Span spans[2];
         const int last = piece.last_block / blocks;
@@ -113,25 +129,16 @@ static void attention(const Command *c, int index, int num_threads) {
                 find_span(c, &piece, tile + 1, then);
             else
                 find_span(c, &next, next.first_block / blocks, then);
-            Ahead ahead = {then, then->first, 0, 0, block_bytes * (piece.end_head - piece.first_head)};
-            for (int head = 0; head < piece.end_head - piece.first_head; head++) {
+            Ahead ahead = {then, then->first, 0, 0, block_bytes * heads};
+            for (int head = 0; head < heads; head++) {
                 spans[now].head = (int64_t)head * block_bytes;
                 for (int r = 0; r < count; r += ROWS)
                     attend_function(count - r < ROWS ? count - r : ROWS, c->kind)(c, &spans[now], &ahead,
                                                                                   rows[head] + r, queries[head] + r);
             }
         }
-        for (int head = 0; head < piece.end_head - piece.first_head; head++)
-            for (int r = 0; r < count; r++) {
-                const Row *row = &rows[head][r];
-                multiply_row(row->acc, 1 / sum_lanes(row->total), dim);
-                if (c->made.q) { /* whole groups of a head */
-                    const int64_t at = row->acc - (float *)c->output;
-                    const int t = (int)(at / width), group_at = (int)(at % width) / GROUP;
-                    for (int i = 0; i < dim / GROUP; i++)
-                        quantise_group(row->acc + i * GROUP, width, &c->made, t, group_at + i);
-                }
-            }
+        for (int head = 0; head < heads; head++)
+            for (int r = 0; r < count; r++) finish_row(c, &rows[head][r]);
     }
 }
 
