@@ -25,18 +25,18 @@ INLINE void quantise_group(const float *x, int width, const Quantised *out, int 
     memcpy(&most, &most_bits, 4);
     /* Anything smaller is taken as zero: its inverse would overflow. */
     const float inverse = most >= 0x1p-120f ? 127 / most : 0;
-    vint sums = spread_int(0);
+    vuint sums = {0}; /* unsigned: what becomes of NaN may overflow */
     for (int i = 0; i < GROUP / LANES; i++) {
         /* Adding 1.5 * 2**23 leaves the rounded integer in the low bits. */
         const vint n = (vint)(v[i] * spread(inverse) + spread(12582912.0f)) - 0x4b400000;
         const vsmall small = __builtin_convertvector(n, vsmall);
         memcpy(out->q + at * GROUP + i * LANES, &small, sizeof small);
-        sums += n;
+        sums += (vuint)n;
     }
     /* A NaN or infinity anywhere must not vanish: it makes the scale NaN, and so every product of this row. */
     const float scale = most / 127 + (most - most);
     out->scale[at] = scale;
-    out->sum[at] = scale * (float)sum_int_lanes(sums);
+    out->sum[at] = scale * (float)sum_int_lanes((vint)sums);
 }
 
 INLINE float one_half(uint16_t bits) {

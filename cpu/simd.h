@@ -115,13 +115,14 @@ INLINE float sum_lanes(vfloat v) {
 #endif
 }
 
+/* Modulo 2**32. */
 INLINE int32_t sum_int_lanes(vint v) {
 #if defined(__AVX512BW__)
     return _mm512_reduce_add_epi32((__m512i)v);
 #else
-    int32_t sum = 0;
-    for (int i = 0; i < LANES; i++) sum += v[i];
-    return sum;
+    uint32_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += (uint32_t)v[i];
+    return (int32_t)sum;
 #endif
 }
 
