@@ -18,6 +18,9 @@ from minipaged.event_loop import Post
 
 T = TypeVar("T")
 
+STACK_BYTES = 1 << 20
+"""At least, of a worker's thread: the CPU kernels keep a third of it there (cpu/team.c gives its threads as much)."""
+
 
 class Worker:
     """A daemon thread with a queue of calls. Created on the event loop, which runs all callbacks.
@@ -29,7 +32,7 @@ class Worker:
         self._post = post
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=_run_calls, args=(self._calls,), name=name, daemon=True)
-        self._thread.start()
+        _start(self._thread)
         weakref.finalize(self, self._calls.put, None).atexit = False
 
     def submit(self, call: Callable[[], T], done: Callable[[T], None], failed: Callable[[BaseException], None]) -> None:
@@ -63,6 +66,17 @@ class Worker:
         self._calls.put(None)
         await finished.wait()
         self._thread.join()  # takes microseconds now
+
+
+def _start(thread: threading.Thread) -> None:
+    """With a stack of STACK_BYTES, even in a program that wants smaller ones for its own threads."""
+    wanted = threading.stack_size()  # 0: the platform's own, which is large
+    if 0 < wanted < STACK_BYTES:
+        threading.stack_size(STACK_BYTES)
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(wanted)
 
 
 def _run_calls(calls: SimpleQueue[Callable[[], None] | None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import anyio
@@ -37,3 +39,18 @@ def test_logits_are_the_same_bits_alone_and_in_any_company(tmp_path: Path, encod
     jobs = random_jobs(recorder, seed=list(KV_DTYPES).index(encoding))
     common = EngineConfig(device="cpu", debug=True, max_model_len=160, num_blocks=200, kv_dtype=KV_DTYPES[encoding])
     anyio.run(check_company, model, common, jobs, recorder, TOGETHER)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+def test_small_stacks_of_the_program_are_its_own_threads_only(tmp_path: Path, kv_dtype: str) -> None:
+    """In a process of its own, which an overflow of the stack would end."""
+    model = write_tiny_model(tmp_path / "tiny")
+    program = f"""
+import threading
+threading.stack_size(128 << 10)
+from minipaged import LLM, SamplingParams
+with LLM({str(model)!r}, device="cpu", kv_dtype={kv_dtype!r}, max_model_len=64, num_blocks=8) as llm:
+    llm.generate(["one", "two"], SamplingParams(max_tokens=2, top_p=0.5))
+assert threading.stack_size() == 128 << 10
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
