@@ -59,21 +59,22 @@ class Vocabulary:
         self.missing_bytes = b""
         if kinds == {"ByteLevel"}:
             self.adds_space_prefix = False
+            to_bytes = _byte_level
             added_bytes = {token_id: token.content.encode() for token_id, token in added.items()}
-            self.token_bytes = _ByteTable(backend, _byte_level, added_bytes).find
             if getattr(backend.model, "unk_token", None) is None:
                 alphabet = enumerate(byte_level_alphabet())
                 self.missing_bytes = bytes(byte for byte, letter in alphabet if backend.token_to_id(letter) is None)
         elif "ByteFallback" in kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
             self.adds_space_prefix = "Strip" in kinds
-            added_bytes = {token_id: _sentencepiece(token.content) for token_id, token in added.items()}
-            self.token_bytes = _ByteTable(backend, _sentencepiece, added_bytes).find
+            to_bytes = _sentencepiece
+            added_bytes = {token_id: to_bytes(token.content) for token_id, token in added.items()}
         else:
             raise ModelLoadError(
                 f"The tokenizer's decoder is made of {sorted(map(str, kinds))}; known are ['ByteLevel'] "
                 "(byte-level BPE) and ['ByteFallback', 'Fuse', 'Replace', 'Strip'] (SentencePiece-style with "
                 "byte fallback), which the Llama family uses: take a model of that family."
             )
+        self.token_bytes = _ByteTable(backend, to_bytes, added_bytes).find
 
 
 class _ByteTable:
