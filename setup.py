@@ -57,7 +57,7 @@ setup(
     package_dir={"minipaged.cuda": "cuda"},
     ext_modules=[
         Extension(
-            "minipaged.ops._cpu_kernels",
+            "minipaged.ops.cpu._kernels",
             sources=["cpu/module.c", "cpu/team.c"],
             depends=sorted(glob("cpu/*.h")),
             extra_compile_args=COMMON,

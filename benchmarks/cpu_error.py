@@ -28,12 +28,12 @@ from numpy.typing import NDArray
 from benchmarks.docs import replace_block
 from benchmarks.peers.prompts import Prompts
 from minipaged.config import EngineConfig
-from minipaged.devices import with_device
-from minipaged.models.hub import default_model_path
+from minipaged.engine.devices import with_device
+from minipaged.models.files.hub import default_model_path
+from minipaged.models.files.model_source import ModelSource, open_model
 from minipaged.models.llama import load_llama
-from minipaged.models.source import ModelSource, open_model
 from minipaged.ops.base import Array, Batch, CacheShape, HostArray, Ops, Weight
-from minipaged.ops.threads import default_num_threads
+from minipaged.ops.cpu.threads import default_num_threads
 
 BLOCK_SIZE = 16
 Logits = NDArray[np.float32]

@@ -28,13 +28,13 @@ from benchmarks.docs import replace_block
 from benchmarks.peers.prompts import Prompts
 from minipaged import Engine, SamplingParams
 from minipaged.config import EngineConfig
-from minipaged.loading import LoadedModel, load_model
-from minipaged.models.hub import default_model_path
-from minipaged.models.source import open_model
+from minipaged.engine.loading import LoadedModel, load_model
+from minipaged.engine.step_loop import StepRunner
+from minipaged.execution.runner import Runner
+from minipaged.models.files.hub import default_model_path
+from minipaged.models.files.model_source import open_model
 from minipaged.progress import Progress
-from minipaged.runner import Runner
 from minipaged.step import StepPlan, StepResult
-from minipaged.step_loop import StepRunner
 
 PROMPT, NEW_TOKENS = 128, 100
 

@@ -20,8 +20,8 @@ from array import array
 
 from minipaged.config import EngineConfig
 from minipaged.params import SamplingParams
-from minipaged.request import Request
-from minipaged.scheduler import Scheduler
+from minipaged.scheduling.request import Request
+from minipaged.scheduling.scheduler import Scheduler
 from minipaged.step import StepResult
 
 MAX_MODEL_LEN = 2048

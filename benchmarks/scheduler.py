@@ -21,12 +21,12 @@ from array import array
 import numpy as np
 
 from minipaged.config import EngineConfig
+from minipaged.execution.runner import Runner
 from minipaged.ops.base import Batch
-from minipaged.ops.reference import ReferenceOps
+from minipaged.ops.reference.ops import ReferenceOps
 from minipaged.params import SamplingParams
-from minipaged.request import Request
-from minipaged.runner import Runner
-from minipaged.scheduler import Scheduler
+from minipaged.scheduling.request import Request
+from minipaged.scheduling.scheduler import Scheduler
 from minipaged.step import StepResult
 
 VOCAB_SIZE = 50_000

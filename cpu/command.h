@@ -1,6 +1,6 @@
 /* What Python asks of the kernels: a list of commands, each one operation of the forward pass.
  *
- * Python (minipaged/ops/cpu_commands.py) fills an array of `Command`, which must match COMMAND_DTYPE there, and a
+ * Python (minipaged/ops/cpu/commands.py) fills an array of `Command`, which must match COMMAND_DTYPE there, and a
  * `BatchHeader`. Arrays are float32 and row-major unless stated. T is the number of tokens, N of rows that sample, K of
  * inputs.
  */

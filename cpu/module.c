@@ -1,6 +1,6 @@
-/* minipaged.ops._cpu_kernels: run a list of commands on a team of threads, without the GIL.
+/* minipaged.ops.cpu._kernels: run a list of commands on a team of threads, without the GIL.
  *
- * Python passes addresses and sizes: minipaged/ops/cpu.py takes them from arrays that it keeps alive and from the
+ * Python passes addresses and sizes: minipaged/ops/cpu/ops.py takes them from arrays that it keeps alive and from the
  * checked model.
  */
 #define Py_LIMITED_API 0x030b0000
@@ -135,7 +135,7 @@ static int add_constants(PyObject *module) { return PyModule_AddIntConstant(modu
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_constants}, {0, NULL}};
 
 static PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_cpu_kernels", "Kernels of the CPU backend.", 0, methods, slots, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "_kernels", "Kernels of the CPU backend.", 0, methods, slots, NULL, NULL, NULL,
 };
 
-PyMODINIT_FUNC PyInit__cpu_kernels(void) { return PyModuleDef_Init(&definition); }
+PyMODINIT_FUNC PyInit__kernels(void) { return PyModuleDef_Init(&definition); }

@@ -1,4 +1,4 @@
-/* One token from one row of logits, by the rules of minipaged/ops/reference_sampling.py.
+/* One token from one row of logits, by the rules of minipaged/ops/reference/sampling.py.
  *
  * input: logits [rows, in]; second, weight, bias: temperature, top_p, min_p, float32 [rows]; extra: top_k, int32
  * [rows]; third: uniform numbers, float64 [rows]; cache: scratch, float32 [rows, in]; output: token ids, int32 [rows],

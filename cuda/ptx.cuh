@@ -1,5 +1,5 @@
 // All inline PTX of the project, each instruction in a function of its own. On the host, where tests run the kernels, the
-// same functions come from the emulator (tests/cuda/emulator/ptx.h). Fragments of matrices are laid out as in the PTX ISA
+// same functions come from the emulator (tests/ops/cuda/emulator/ptx.h). Fragments of matrices are laid out as in the PTX ISA
 // (9.7.14, "Matrix fragments for mma.m16n8k16" and "ldmatrix").
 #pragma once
 

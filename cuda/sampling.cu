@@ -1,4 +1,4 @@
-// Choosing tokens, by the rules of minipaged/ops/reference_sampling.py: penalties, biases, one draw per row,
+// Choosing tokens, by the rules of minipaged/ops/reference/sampling.py: penalties, biases, one draw per row,
 // log-probabilities.
 //
 //   logits  float32 [num_rows, vocab_size]; other arguments stand at the kernels

@@ -6,9 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from minipaged.capacity import Capacity
+    from minipaged.blocking.llm import LLM
     from minipaged.config import EngineConfig
-    from minipaged.engine import Engine
+    from minipaged.engine.capacity import Capacity
+    from minipaged.engine.engine import Engine
+    from minipaged.engine.token_stream import TokenStream
     from minipaged.errors import (
         ConfigError,
         DeviceError,
@@ -22,13 +24,11 @@ if TYPE_CHECKING:
         RequestFailedError,
         RequestTimeoutError,
     )
-    from minipaged.llm import LLM
     from minipaged.models.config import ModelConfig
     from minipaged.output import Choice, Completion, FinishReason, Timings, Token, TokenLogprob, Usage
     from minipaged.params import SamplingParams
     from minipaged.stats import BlockCounts, EngineStats
     from minipaged.text.tokenizer import Tokenizer
-    from minipaged.token_stream import TokenStream
 
 __version__ = "0.1.0"
 
@@ -64,17 +64,17 @@ __all__ = [
 ]
 
 _MODULES = {
-    "capacity": ["Capacity"],
+    "blocking.llm": ["LLM"],
     "config": ["EngineConfig"],
-    "engine": ["Engine"],
+    "engine.capacity": ["Capacity"],
+    "engine.engine": ["Engine"],
+    "engine.token_stream": ["TokenStream"],
     "errors": [name for name in __all__ if name.endswith("Error")],
-    "llm": ["LLM"],
     "models.config": ["ModelConfig"],
     "output": ["Choice", "Completion", "FinishReason", "Timings", "Token", "TokenLogprob", "Usage"],
     "params": ["SamplingParams"],
     "stats": ["BlockCounts", "EngineStats"],
     "text.tokenizer": ["Tokenizer"],
-    "token_stream": ["TokenStream"],
 }
 _MODULE_OF = {name: f"minipaged.{module}" for module, names in _MODULES.items() for name in names}
 

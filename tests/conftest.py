@@ -9,8 +9,8 @@ import anyio
 import hypothesis
 import pytest
 
-from minipaged.ops import nvidia_driver
-from minipaged.ops.nvidia_driver import NoGpuError
+from minipaged.ops.cuda import nvidia_driver
+from minipaged.ops.cuda.nvidia_driver import NoGpuError
 from tests.tiny import write_tiny_model
 
 BACKENDS: dict[str, tuple[str, dict[str, bool]]] = {

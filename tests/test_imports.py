@@ -1,4 +1,4 @@
-"""The order of the rooms: a module imports only from its own room and those below."""
+"""The order of the rooms, which are the folders: a module imports only from its own room and those below."""
 
 from __future__ import annotations
 
@@ -13,26 +13,22 @@ import minipaged
 
 PACKAGE = Path(minipaged.__file__).parent
 
-SCHEDULER = ("scheduler", "planner", "plan_draft", "in_flight", "waiting", "running", "preemption")
-ROOMS = (
-    ("server", "cli", "__main__"),
-    ("llm",),
-    ("engine_thread",),
+FLOORS = (
+    ("cli", "server"),
+    ("blocking",),
     ("engine",),
-    ("generation", "loading", "step_loop"),
-    ("capacity", "devices", "event_loop", "submission", "token_stream", "worker"),
-    (*SCHEDULER, "runner", "rows"),
-    ("kv", "models", "sampling", "text"),
+    ("execution", "scheduling"),
+    ("kv", "text"),
+    ("models.files",),
+    ("models",),
+    ("ops.cpu", "ops.cuda"),
+    ("ops.reference",),
     ("ops",),
-    ("step",),
-    ("config", "settings", "request", "params", "output", "stats", "errors", "progress", "user_cache"),
+    ("vocabulary",),
 )
-"""From top to bottom, as in docs/architecture.md."""
+"""The folders of the package, from top to bottom; the vocabulary is the files that lie in none of them."""
 
-RANKS = {name: rank for rank, names in enumerate(reversed(ROOMS)) for name in names}
-
-EXCEPTIONS = {("request", "kv")}
-"""A sequence carries its block table, which is plain data."""
+FLOOR_OF = {room: floor for floor, rooms in enumerate(reversed(FLOORS)) for room in rooms}
 
 ARRAY_LIBRARIES = {"numpy", "cupy", "ml_dtypes"}
 
@@ -51,29 +47,36 @@ def imported_modules(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: relative import"
             assert node.module is not None
             found.add(node.module)
-            if node.module == "minipaged":
-                found.update(f"minipaged.{alias.name}" for alias in node.names)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
     return found
 
 
-def room(dotted: str) -> str:
-    return dotted.split(".")[1]
+def room_of(path: Path) -> str:
+    """The folder that a module lies in, dotted."""
+    return ".".join(path.relative_to(PACKAGE).parts[:-1]) or ("cli" if path.name == "__main__.py" else "vocabulary")
+
+
+def path_of(module: str) -> Path | None:
+    """The file of one of the package's own modules; None for anything else."""
+    path = PACKAGE.parent.joinpath(*module.split("."))
+    candidates = (path.with_suffix(".py"), path.with_suffix(".pyi"))
+    return next((file for file in candidates if file.is_file()), None) if module.startswith("minipaged.") else None
 
 
 def test_every_module_has_a_room() -> None:
-    rooms = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in modules()}
-    assert rooms <= RANKS.keys()
+    assert {room_of(path) for path in modules()} <= FLOOR_OF.keys()
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_imports_only_from_rooms_below(path: Path) -> None:
-    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def test_a_module_imports_only_from_its_own_room_and_from_floors_below(path: Path) -> None:
+    own = room_of(path)
     for module in imported_modules(path):
-        if module.startswith("minipaged.") and room(module) in RANKS and (own, room(module)) not in EXCEPTIONS:
-            assert RANKS[room(module)] <= RANKS[own], f"{path} imports {module}"
+        imported = path_of(module)
+        if imported is not None and room_of(imported) != own:
+            assert FLOOR_OF[room_of(imported)] < FLOOR_OF[own], f"{path} imports {module}"
 
 
-BOOKKEEPING = [*(PACKAGE / "kv").glob("*.py"), *(PACKAGE / f"{name}.py" for name in SCHEDULER)]
+BOOKKEEPING = [path for room in ("kv", "scheduling") for path in (PACKAGE / room).glob("*.py")]
 
 
 @pytest.mark.parametrize("path", BOOKKEEPING, ids=lambda path: path.name)

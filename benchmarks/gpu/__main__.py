@@ -22,9 +22,9 @@ import typer
 from rich.console import Console
 
 from benchmarks.gpu.machine import describe_machine
+from benchmarks.gpu.measured_sizes import REAL, Sizes
 from benchmarks.gpu.report import print_table, to_json, write_page
 from benchmarks.gpu.rows import Row, row_from_json
-from benchmarks.gpu.sizes import REAL, Sizes
 
 PARTS = {
     "compile_time": 60,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.sizes import Effort
+from benchmarks.gpu.measured_sizes import Effort
 
 if TYPE_CHECKING:
     import cupy

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minipaged.loading import dimensions_of
+from minipaged.engine.loading import dimensions_of
 from minipaged.models.config import ModelConfig
-from minipaged.ops import cuda_modules
 from minipaged.ops.base import ElementTypes
-from minipaged.ops.cuda import CudaOps
+from minipaged.ops.cuda import modules as cuda_modules
+from minipaged.ops.cuda.ops import CudaOps
 from minipaged.ops.tensor import HostTensor
 from minipaged.progress import no_progress
 

@@ -6,7 +6,7 @@ import importlib.metadata
 import subprocess
 
 from minipaged.errors import DeviceError
-from minipaged.ops.nvidia_driver import find_gpu
+from minipaged.ops.cuda.nvidia_driver import find_gpu
 
 PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "torch", "transformers")
 

@@ -6,7 +6,7 @@ import importlib.util
 import statistics
 from collections.abc import Callable
 
-from benchmarks.gpu.sizes import Effort
+from benchmarks.gpu.measured_sizes import Effort
 
 ABSENT = "torch is not installed"
 

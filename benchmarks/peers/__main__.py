@@ -16,9 +16,9 @@ from benchmarks.peers.machine import measure_machine
 from benchmarks.peers.measures import Measures
 from benchmarks.peers.prompts import Prompts
 from benchmarks.peers.report import OURS, Report, limits_of, make_report
-from minipaged.models.hub import default_model_path
-from minipaged.models.source import open_model
-from minipaged.ops.threads import default_num_threads
+from minipaged.models.files.hub import default_model_path
+from minipaged.models.files.model_source import open_model
+from minipaged.ops.cpu.threads import default_num_threads
 
 ENGINES = (OURS, "llama_cpp", "openvino_genai", "transformers", "vllm")
 """The names of their modules; those that are installed take part."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from minipaged.models.source import ModelSource
+from minipaged.models.files.model_source import ModelSource
 from minipaged.text.tokenizer import Tokenizer
 
 PASSAGE = Path(__file__).parents[1] / "passage.txt"

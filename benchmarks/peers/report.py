@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from benchmarks.peers.measures import BATCHES, LONG_PROMPT
-from minipaged.models.source import ModelSource
+from minipaged.models.files.model_source import ModelSource
 
 OURS = "minipaged"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minipaged import __version__
-from minipaged.cli.sizes import parse_size
+from minipaged.cli.memory_sizes import parse_size
 from minipaged.config import DeviceName, EngineConfig
 from minipaged.errors import MinipagedError
 

@@ -8,11 +8,11 @@ from contextlib import closing, suppress
 
 import typer
 
+from minipaged.blocking.llm import LLM
 from minipaged.cli.answer import Answer
 from minipaged.cli.loading_bar import load
 from minipaged.config import EngineConfig
 from minipaged.errors import EngineDeadError, InvalidRequestError, MinipagedError, PromptTooLongError
-from minipaged.llm import LLM
 from minipaged.params import SamplingParams
 
 HELP = """\

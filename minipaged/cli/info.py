@@ -7,13 +7,13 @@ from pathlib import Path
 import typer
 
 from minipaged.cli.loading_bar import loading_bar
-from minipaged.cli.sizes import format_size
+from minipaged.cli.memory_sizes import format_size
 from minipaged.config import EngineConfig
-from minipaged.devices import describe_cuda
+from minipaged.engine.devices import describe_cuda
 from minipaged.kv import ledger
 from minipaged.models.config import ModelConfig
-from minipaged.models.hub import resolve_model
-from minipaged.models.source import ModelSource, open_model
+from minipaged.models.files.hub import resolve_model
+from minipaged.models.files.model_source import ModelSource, open_model
 
 ELEMENT_TYPES = {
     "float16": "the default on a CPU or GPU is this or bfloat16, which is as large",

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from minipaged.blocking.llm import LLM
 from minipaged.config import EngineConfig
-from minipaged.llm import LLM
 from minipaged.progress import Progress
 
 

@@ -102,7 +102,7 @@ def _compile(sources: Mapping[str, str]) -> dict[str, jinja2.Template]:
         return {}
     import jinja2
 
-    from minipaged.text.sandbox import template_environment
+    from minipaged.text.template_environment import template_environment
 
     environment = template_environment()
     templates = {}

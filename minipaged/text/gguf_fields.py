@@ -7,7 +7,7 @@ from enum import IntEnum
 from functools import cached_property
 
 from minipaged.errors import ModelLoadError
-from minipaged.models.fields import Fields
+from minipaged.models.files.fields import Fields
 
 _PREFIX = "tokenizer.ggml."
 

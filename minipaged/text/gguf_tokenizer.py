@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from minipaged.text.gguf_fields import TokenizerFields, TokenType
-from minipaged.text.source import TokenizerSource
+from minipaged.text.tokenizer_source import TokenizerSource
 from minipaged.text.vocabulary import SPACE_MARK
 
 if TYPE_CHECKING:

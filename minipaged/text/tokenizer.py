@@ -7,8 +7,8 @@ from pathlib import Path
 
 from minipaged.errors import InvalidRequestError, ModelLoadError
 from minipaged.text.gguf_tokenizer import read_tokenizer_metadata
-from minipaged.text.huggingface import read_tokenizer_file
-from minipaged.text.source import TokenizerSource
+from minipaged.text.huggingface_tokenizer import read_tokenizer_file
+from minipaged.text.tokenizer_source import TokenizerSource
 from minipaged.text.vocabulary import Vocabulary
 
 

@@ -5,10 +5,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from minipaged.devices import check_cuda
+from minipaged.engine.devices import check_cuda
 from minipaged.errors import DeviceError
-from minipaged.ops import cuda_kernels
-from tests.cuda import machine, test_cuda_ops
+from minipaged.ops.cuda import kernels as cuda_kernels
+from tests.ops.cuda import machine
+from tests.ops.cuda import test_ops as test_cuda_ops
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def gpu() -> RealGpu:
 
 @pytest.fixture(autouse=True)
 def instead_of_the_fake_gpu(gpu: RealGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that are defined in tests/cuda."""
+    """For tests that are defined in tests/ops/cuda."""
 
     @contextmanager
     def real(_: object) -> Iterator[RealGpu]:

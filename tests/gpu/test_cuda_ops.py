@@ -1,8 +1,8 @@
-"""What tests/cuda/test_cuda_ops.py asserts on the fake GPU, on a real one."""
+"""What tests/ops/cuda/test_ops.py asserts on the fake GPU, on a real one."""
 
 from __future__ import annotations
 
-from tests.cuda.test_cuda_ops import (  # noqa: F401 (collected here)
+from tests.ops.cuda.test_ops import (  # noqa: F401 (collected here)
     model,
     model_with_norms,
     test_a_graph_keeps_its_own_place_when_others_run_between,

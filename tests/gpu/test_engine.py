@@ -1,4 +1,4 @@
-"""The engine on a real GPU: what tests/cuda/test_cuda_engine.py asserts on an emulated one, and a little more."""
+"""The engine on a real GPU: what tests/ops/cuda/test_engine.py asserts on an emulated one, and a little more."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 from minipaged import Engine, ModelLoadError, SamplingParams
-from minipaged.models.hub import default_model_path
-from tests.cuda.test_cuda_engine import (  # noqa: F401 (collected here)
+from minipaged.models.files.hub import default_model_path
+from tests.ops.cuda.test_engine import (  # noqa: F401 (collected here)
     model,
     test_logits_are_the_same_bits_alone_and_in_any_company,
     test_requests_that_end_in_all_ways,

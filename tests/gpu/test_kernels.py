@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gpu.measured_sizes import TINY, llama
 from benchmarks.gpu.parts.kernel_errors import run
-from benchmarks.gpu.sizes import TINY, llama
-from minipaged.ops.cuda import HEAD_DIMS
+from minipaged.ops.cuda.ops import HEAD_DIMS
 
 
 @settings(max_examples=40)
@@ -50,7 +50,7 @@ def test_errors_are_those_of_rounding(
 def test_a_card_that_computes_wrongly_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison itself: with another epsilon, rms_norm is far off."""
     rows = run(replace(TINY, model=replace(TINY.model, rms_norm_eps=1e-5)))
-    from minipaged.ops.cuda import CudaOps
+    from minipaged.ops.cuda.ops import CudaOps
 
     rms_norm = CudaOps.rms_norm
     monkeypatch.setattr(CudaOps, "rms_norm", lambda ops, x, weight, eps: rms_norm(ops, x, weight, 0.1))

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from minipaged.models.checkpoint import Checkpoint
-from minipaged.models.safetensors_checkpoint import open_safetensors
+from minipaged.models.files.safetensors_checkpoint import open_safetensors
 
 
 def resident_file_bytes() -> int:

@@ -11,11 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from minipaged.models.config import ModelConfig
+from minipaged.models.files.model_source import open_model
 from minipaged.models.llama import Llama, load_llama
-from minipaged.models.source import open_model
 from minipaged.ops.base import CacheShape
-from minipaged.ops.numpy_ops import Array
-from minipaged.ops.reference import Matrix, ReferenceOps
+from minipaged.ops.reference.numpy_ops import Array
+from minipaged.ops.reference.ops import Matrix, ReferenceOps
 from tests.batches import TokenSpan, make_batch, shuffled_tables
 from tests.golden import tiny_models
 from tests.tiny import write_tiny_model

@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from minipaged.errors import ModelLoadError
-from minipaged.models.source import ModelSource, open_model
+from minipaged.models.files.model_source import ModelSource, open_model
 from minipaged.models.tensor_check import check_tensors, expected_shapes
 from minipaged.models.weights import load_weights
-from minipaged.ops.reference import ReferenceOps
+from minipaged.ops.reference.ops import ReferenceOps
 from minipaged.ops.tensor import HostTensor
 from tests.tiny import Tensors, tiny_config, tiny_tensors, write_model_folder, write_safetensors, write_tiny_model
 from tests.tiny_gguf import write_tiny_gguf

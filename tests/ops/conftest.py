@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from minipaged.ops import _cpu_kernels
-from minipaged.ops.cpu import CpuOps
-from minipaged.ops.reference import ReferenceOps
+from minipaged.ops.cpu import _kernels
+from minipaged.ops.cpu.ops import CpuOps
+from minipaged.ops.reference.ops import ReferenceOps
 
-CPU_BACKENDS = [(name, 1 + index % 3) for index, name in enumerate(_cpu_kernels.supported())]
+CPU_BACKENDS = [(name, 1 + index % 3) for index, name in enumerate(_kernels.supported())]
 """Every instruction set that this processor has, and a number of threads."""
 
 

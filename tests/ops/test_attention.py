@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from minipaged.ops.base import CacheShape
-from minipaged.ops.cpu import CpuOps
-from minipaged.ops.numpy_ops import Array
-from minipaged.ops.reference import ReferenceOps
+from minipaged.ops.cpu.ops import CpuOps
+from minipaged.ops.reference.numpy_ops import Array
+from minipaged.ops.reference.ops import ReferenceOps
 from tests.batches import TokenSpan, make_batch, shuffled_tables, slots_of
 
 NUM_BLOCKS = 24

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from minipaged.ops.base import Bias, Penalties, Sampled, SamplingBatch
-from minipaged.ops.cpu import CpuOps
+from minipaged.ops.cpu.ops import CpuOps
 from minipaged.ops.philox import uniforms
-from minipaged.ops.reference import ReferenceOps
-from minipaged.ops.reference_sampling import adjust_logits, logprobs
+from minipaged.ops.reference.ops import ReferenceOps
+from minipaged.ops.reference.sampling import adjust_logits, logprobs
 
 Array = NDArray[np.generic]
 Logits = NDArray[np.float32]

@@ -4,7 +4,7 @@ import pytest
 from gguf import GGUFReader
 
 from minipaged.errors import ModelLoadError
-from minipaged.models.hub import default_model_path
+from minipaged.models.files.hub import default_model_path
 from minipaged.text.tokenizer import Tokenizer
 from tests.text.samples import DECOMPOSED, SAMPLES, SPECIAL
 from tests.text.vocabularies import Metadata, byte_level_metadata, golden_ids, sentencepiece_metadata

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.gpu.device import opened
+from benchmarks.gpu.measured_sizes import Sizes
 from benchmarks.gpu.rows import Row
-from benchmarks.gpu.sizes import Sizes
 
 
 def run(sizes: Sizes) -> Iterator[Row]:

@@ -9,8 +9,8 @@ import numpy as np
 
 from benchmarks.gpu.clock import Clock, buffers_beyond_cache, copy_bandwidth
 from benchmarks.gpu.device import BLOCK_SIZE, opened
+from benchmarks.gpu.measured_sizes import Sizes
 from benchmarks.gpu.rows import Row
-from benchmarks.gpu.sizes import Sizes
 from minipaged.ops.base import Batch, CacheShape, HostArray, StepLimits
 
 BAR, FROM_BATCH, FROM_CONTEXT = 0.8, 16, 2048

@@ -18,12 +18,12 @@ import numpy as np
 
 from benchmarks.gpu.clock import copy_bandwidth
 from benchmarks.gpu.device import RandomOps
+from benchmarks.gpu.measured_sizes import Sizes
 from benchmarks.gpu.random_model import write_random_model
 from benchmarks.gpu.rows import Row
-from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.transformers_peer import ABSENT, TransformersPeer, has_transformers
 from minipaged import Engine, EngineConfig, SamplingParams
-from minipaged.loading import LoadedModel, load_onto
+from minipaged.engine.loading import LoadedModel, load_onto
 from minipaged.models.config import ModelConfig
 from minipaged.models.tensor_check import expected_shapes
 from minipaged.progress import Progress

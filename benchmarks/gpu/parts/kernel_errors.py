@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from benchmarks.gpu.device import BLOCK_SIZE
+from benchmarks.gpu.measured_sizes import Sizes
 from benchmarks.gpu.rows import Row
-from benchmarks.gpu.sizes import Sizes
-from minipaged.loading import dimensions_of
+from minipaged.engine.loading import dimensions_of
 from minipaged.models.rope import rope_tables
 from minipaged.ops.base import (
     Batch,
@@ -28,8 +28,8 @@ from minipaged.ops.base import (
     SamplingBatch,
     StepLimits,
 )
-from minipaged.ops.cuda import CudaOps
-from minipaged.ops.reference import ReferenceOps
+from minipaged.ops.cuda.ops import CudaOps
+from minipaged.ops.reference.ops import ReferenceOps
 from minipaged.ops.tensor import HostTensor
 from minipaged.progress import no_progress
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.device import BLOCK_SIZE, opened
+from benchmarks.gpu.measured_sizes import Sizes
 from benchmarks.gpu.rows import Row
-from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.torch_peer import ABSENT, attention_seconds, has_torch
 from minipaged.ops.base import Batch, CacheShape, HostArray, StepLimits
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from benchmarks.gpu.clock import Clock, buffers_beyond_cache, copy_bandwidth
 from benchmarks.gpu.device import BLOCK_SIZE, SCALE, RandomOps, opened
+from benchmarks.gpu.measured_sizes import Sizes
 from benchmarks.gpu.rows import Row
-from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.torch_peer import ABSENT, has_torch, linear_seconds
 from minipaged.ops.base import CacheShape, StepLimits
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from benchmarks.gpu.clock import host_copy_bandwidth, wall_seconds
 from benchmarks.gpu.device import BLOCK_SIZE, opened
+from benchmarks.gpu.measured_sizes import Sizes
 from benchmarks.gpu.rows import Row
-from benchmarks.gpu.sizes import Sizes
 from minipaged.ops.base import CacheShape, StepLimits
 
 

@@ -1,0 +1,142 @@
+"""Sequences whose attention is known, through the kernels of cuda/attention.cu and in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.batches import shuffled_tables
+from tests.ops.cuda.emulated import Argument, Execution, Order, load
+from tests.ops.cuda.toolchain import CUDA
+
+SPLIT = 64
+"""Positions in a split here: small, so that short sequences have several."""
+
+NUM_LAYERS = 2
+LAYER = 1
+ELEMENTS = {"__half": np.dtype(np.float16), "__nv_bfloat16": np.dtype(ml_dtypes.bfloat16)}
+TOLERANCES = {"__half": 2e-3, "__nv_bfloat16": 1.6e-2}
+"""Of weights and results rounded to the type, for values of about 1."""
+
+Array = NDArray[np.generic]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens of one sequence to compute: positions start to end."""
+
+    row: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sequences whose query, key and value are known at every position."""
+
+    element: str
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    block_size: int
+    lengths: tuple[int, ...]
+    window: int | None
+    seed: int
+
+    @property
+    def num_query_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    def vectors(self, row: int) -> tuple[Array, Array, Array]:
+        """Query [length, num_query_heads, head_dim], key and value [length, num_kv_heads, head_dim]."""
+        generator = np.random.default_rng([self.seed, row])
+        length = self.lengths[row]
+        query = generator.standard_normal((length, self.num_query_heads, self.head_dim))
+        key, value = generator.standard_normal((2, length, self.num_kv_heads, self.head_dim))
+        dtype = ELEMENTS[self.element]
+        return query.astype(dtype), key.astype(dtype), value.astype(dtype)
+
+    def first_seen(self, position: int) -> int:
+        return 0 if self.window is None else max(0, position + 1 - self.window)
+
+    def expected(self, span: Span) -> NDArray[np.float64]:
+        """[tokens, num_query_heads, head_dim]"""
+        query, key, value = (x.astype(np.float64) for x in self.vectors(span.row))
+        out = np.empty((span.end - span.start, self.num_query_heads, self.head_dim))
+        for position in range(span.start, span.end):
+            seen = slice(self.first_seen(position), position + 1)
+            for head in range(self.num_query_heads):
+                kv_head = head // self.group
+                weights = np.exp(self.scale * key[seen, kv_head] @ query[position, head])
+                out[position - span.start, head] = weights / weights.sum() @ value[seen, kv_head]
+        return out
+
+    def attend(
+        self,
+        spans: list[Span],
+        kernel: str = "attention",
+        order: Order = Order.FORWARD,
+        *,
+        checked: bool = False,
+        spare_blocks: int = 3,
+    ) -> list[Floats]:
+        """What the kernels make of a step, per span. Every slot that no token of the step sees holds NaN."""
+        generator = np.random.default_rng(self.seed)
+        dtype = ELEMENTS[self.element]
+        num_blocks = sum(-(-length // self.block_size) for length in self.lengths) + spare_blocks
+        tables = shuffled_tables(generator, self.lengths, self.block_size, num_blocks=num_blocks)
+        tables[tables == tables[tables < num_blocks].max()] = num_blocks - 1  # always the last block of the pool
+        shape = (num_blocks, NUM_LAYERS, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        cache = np.zeros(shape, dtype)  # pages that are never touched take no memory
+        cache[tables[tables < num_blocks]] = np.nan
+        for span in spans:
+            _, keys, values = self.vectors(span.row)
+            for position in range(self.first_seen(span.start), span.end):
+                block, offset = tables[span.row, position // self.block_size], position % self.block_size
+                cache[block, LAYER, 0, :, offset], cache[block, LAYER, 1, :, offset] = keys[position], values[position]
+
+        query = np.concatenate([self.vectors(span.row)[0][span.start : span.end] for span in spans])
+        positions = np.concatenate([np.arange(span.start, span.end, dtype=np.int32) for span in spans])
+        query_starts = np.cumsum([0, *(span.end - span.start for span in spans)]).astype(np.int32)
+        rows = np.array([span.row for span in spans], np.int32)
+        max_splits = max(-(-span.end // SPLIT) for span in spans)
+        partials = np.full((len(spans), self.num_query_heads, max_splits, self.head_dim + 4), np.nan, np.float32)
+        out = np.full(query.shape, np.nan, dtype)
+
+        warps = 1 if kernel == "attention_decode" else 4 if self.head_dim <= 128 else 2
+        tile_rows, tile = warps * 16, 32 if self.head_dim <= 128 else 16
+        pitch, stages = self.head_dim + 8, 3 if warps == 1 else 2
+        shared = 2 * pitch * (stages * 2 * tile + tile_rows) + 4 * tile_rows * (self.head_dim + 4)
+        options = (f"-DELEMENT={self.element}", f"-DHEAD_DIM={self.head_dim}", f"-DKV_SPLIT={SPLIT}")
+        kernels = load(CUDA / "attention.cu", options, checked=checked).kernels
+        kernels[kernel].max_dynamic_shared_size_bytes = shared
+        execution = Execution(order=order)
+        window = np.int32(self.window or 0)
+        arguments: list[Argument] = [query, cache, positions, query_starts, rows, tables, out, partials]
+        arguments += map(np.int32, (len(spans), self.num_query_heads, self.num_kv_heads, NUM_LAYERS, LAYER))
+        arguments += map(np.int32, (self.block_size, tables.shape[1], window, max_splits))
+        grid = [
+            len(query) // max(1, tile_rows // self.group) + len(spans),
+            self.num_kv_heads * -(-self.group // tile_rows),
+            max_splits,
+        ]
+        kernels[kernel](grid, [warps * 32], [*arguments, np.float32(self.scale)], shared, execution=execution)
+        kernels["attention_combine"](
+            [len(spans), self.num_query_heads],
+            [self.head_dim // 4],
+            [partials, positions, query_starts, out, np.int32(self.num_query_heads), window, np.int32(max_splits)],
+            execution=execution,
+        )
+        return np.split(out.astype(np.float32), query_starts[1:-1])
+
+    def assert_close(self, spans: list[Span], attended: list[Floats]) -> None:
+        for span, out in zip(spans, attended, strict=True):
+            np.testing.assert_allclose(out, self.expected(span), rtol=0, atol=TOLERANCES[self.element])
