@@ -66,7 +66,7 @@ def minipaged_logits(source: ModelSource, device: Literal["cpu", "reference"], t
             token_ids=np.array(token_ids, np.int32),
             positions=everything,
             slots=everything.astype(np.int64),
-            query_starts=np.array([0, length], np.int32),
+            cu_seqlens=np.array([0, length], np.int32),
             rows=np.zeros(1, np.int32),
             block_tables=np.arange(num_blocks, dtype=np.int32)[None],
             sampled=everything,

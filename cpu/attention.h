@@ -24,7 +24,7 @@ typedef struct {
 } Piece;
 
 INLINE int token_blocks(const Command *c, int sequence) {
-    const int tokens = c->batch->query_starts[sequence + 1] - c->batch->query_starts[sequence];
+    const int tokens = c->batch->cu_seqlens[sequence + 1] - c->batch->cu_seqlens[sequence];
     return (tokens + QUERIES - 1) / QUERIES;
 }
 
@@ -59,7 +59,7 @@ INLINE int find_piece(const Command *c, int s, int number, int heads, Piece *pie
     if (s == batch->num_sequences) return 0;
     const int shares = (c->num_kv_heads + heads - 1) / heads, first_head = number % shares * heads;
     const int end_head = first_head + heads < c->num_kv_heads ? first_head + heads : c->num_kv_heads;
-    const int first = batch->query_starts[s] + number / shares * QUERIES, limit = batch->query_starts[s + 1];
+    const int first = batch->cu_seqlens[s] + number / shares * QUERIES, limit = batch->cu_seqlens[s + 1];
     const int end = first + QUERIES < limit ? first + QUERIES : limit;
     const int first_block = first_seen(c, batch->positions[first]) / c->block_size;
     const int last_block = batch->positions[end - 1] / c->block_size;

@@ -29,7 +29,7 @@ typedef struct {
 typedef struct {
     const int32_t *token_ids, *positions;
     const int64_t *slots;
-    const int32_t *query_starts, *rows, *tables, *sampled;
+    const int32_t *cu_seqlens, *rows, *tables, *sampled;
     int64_t table_stride, num_sequences;
 } BatchHeader;
 

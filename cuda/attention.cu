@@ -4,7 +4,7 @@
 //   query         ELEMENT [num_tokens, num_query_heads, HEAD_DIM]
 //   cache         ELEMENT [num_blocks, num_layers, 2, num_kv_heads, block_size, HEAD_DIM]
 //   positions     int32 [num_tokens]; consecutive within a sequence
-//   query_starts  int32 [num_sequences + 1], from any first token on: some sequences of a step may be a launch of their own
+//   cu_seqlens  int32 [num_sequences + 1], from any first token on: some sequences of a step may be a launch of their own
 //   rows          int32 [num_sequences]; block_tables int32 [.., table_width]
 //   out           ELEMENT [num_tokens, num_query_heads, HEAD_DIM]
 //   partials      float32 [num_sequences, num_query_heads, max_splits, HEAD_DIM + 4]: sum, then maximum and total weight
@@ -87,14 +87,14 @@ struct Geometry {
     float scale;
 };
 
-// The sequence that a tile of queries belongs to: sequence s has the tiles from (query_starts[s] - query_starts[0]) /
+// The sequence that a tile of queries belongs to: sequence s has the tiles from (cu_seqlens[s] - cu_seqlens[0]) /
 // tokens + s on.
 __device__ __forceinline__ int sequence_of(
-    int tile, const int* __restrict__ query_starts, int num_sequences, int tokens) {
+    int tile, const int* __restrict__ cu_seqlens, int num_sequences, int tokens) {
     int low = 0, high = num_sequences - 1;
     while (low < high) {
         const int middle = (low + high + 1) / 2;
-        if ((query_starts[middle] - query_starts[0]) / tokens + middle <= tile) {
+        if ((cu_seqlens[middle] - cu_seqlens[0]) / tokens + middle <= tile) {
             low = middle;
         } else {
             high = middle - 1;
@@ -106,7 +106,7 @@ __device__ __forceinline__ int sequence_of(
 template <int kWarps, int kStages>
 __device__ __forceinline__ void attend(
     const ELEMENT* __restrict__ query, const ELEMENT* __restrict__ cache, const int* __restrict__ positions,
-    const int* __restrict__ query_starts, const int* __restrict__ rows, const int* __restrict__ block_tables,
+    const int* __restrict__ cu_seqlens, const int* __restrict__ rows, const int* __restrict__ block_tables,
     ELEMENT* __restrict__ out, float* __restrict__ partials, const Geometry& g) {
     constexpr int kThreads = kWarps * 32, kRows = kWarps * 16;
     extern __shared__ __align__(16) ELEMENT shared[];
@@ -123,9 +123,9 @@ __device__ __forceinline__ void attend(
     const int heads = min(group - first_in_group, kRows), first_head = kv_head * group + first_in_group;
     const int tokens = max(1, kRows / group);
     const int tile = gridDim.x - 1 - blockIdx.x;
-    const int sequence = sequence_of(tile, query_starts, g.num_sequences, tokens);
-    const int sequence_start = query_starts[sequence], sequence_end = query_starts[sequence + 1];
-    const int first_tile_of_sequence = (sequence_start - query_starts[0]) / tokens + sequence;
+    const int sequence = sequence_of(tile, cu_seqlens, g.num_sequences, tokens);
+    const int sequence_start = cu_seqlens[sequence], sequence_end = cu_seqlens[sequence + 1];
+    const int first_tile_of_sequence = (sequence_start - cu_seqlens[0]) / tokens + sequence;
     const int first_token = sequence_start + (tile - first_tile_of_sequence) * tokens;
     if (first_token >= sequence_end) return;
     const int num_tokens = min(tokens, sequence_end - first_token), num_rows = num_tokens * heads;
@@ -352,7 +352,7 @@ __device__ __forceinline__ void attend(
 
 #define ATTENTION_PARAMETERS                                                                                      \
     const ELEMENT *__restrict__ query, const ELEMENT *__restrict__ cache, const int *__restrict__ positions,      \
-        const int *__restrict__ query_starts, const int *__restrict__ rows, const int *__restrict__ block_tables, \
+        const int *__restrict__ cu_seqlens, const int *__restrict__ rows, const int *__restrict__ block_tables, \
         ELEMENT *__restrict__ out, float *__restrict__ partials, int num_sequences, int num_query_heads,          \
         int num_kv_heads, int num_layers, int layer, int block_size, int table_width, int window, int max_splits, \
         float scale
@@ -360,7 +360,7 @@ __device__ __forceinline__ void attend(
 extern "C" __global__ void __launch_bounds__(32, 8) attention_decode(ATTENTION_PARAMETERS) {
     const Geometry geometry = {num_sequences, num_query_heads, num_kv_heads, num_layers, layer,
                                block_size,    table_width,     window,       max_splits, scale};
-    attend<1, 3>(query, cache, positions, query_starts, rows, block_tables, out, partials, geometry);
+    attend<1, 3>(query, cache, positions, cu_seqlens, rows, block_tables, out, partials, geometry);
 }
 
 constexpr int kWarps = HEAD_DIM <= 128 ? 4 : 2;
@@ -368,16 +368,16 @@ constexpr int kWarps = HEAD_DIM <= 128 ? 4 : 2;
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 2) attention(ATTENTION_PARAMETERS) {
     const Geometry geometry = {num_sequences, num_query_heads, num_kv_heads, num_layers, layer,
                                block_size,    table_width,     window,       max_splits, scale};
-    attend<kWarps, 2>(query, cache, positions, query_starts, rows, block_tables, out, partials, geometry);
+    attend<kWarps, 2>(query, cache, positions, cu_seqlens, rows, block_tables, out, partials, geometry);
 }
 
 // Merges the splits of decoded tokens in order. Grid: x num_sequences, y num_query_heads; block: HEAD_DIM / 4 threads,
 // four elements each. Bytes moved: the partials, once.
 extern "C" __global__ void __launch_bounds__(HEAD_DIM / 4) attention_combine(
-    const float* __restrict__ partials, const int* __restrict__ positions, const int* __restrict__ query_starts,
+    const float* __restrict__ partials, const int* __restrict__ positions, const int* __restrict__ cu_seqlens,
     ELEMENT* __restrict__ out, int num_query_heads, int window, int max_splits) {
-    const int sequence = blockIdx.x, head = blockIdx.y, token = query_starts[sequence];
-    if (query_starts[sequence + 1] - token != 1) return;
+    const int sequence = blockIdx.x, head = blockIdx.y, token = cu_seqlens[sequence];
+    if (cu_seqlens[sequence + 1] - token != 1) return;
     const int position = positions[token];
     const int first_split = first_visible(position, window) / KV_SPLIT, last_split = position / KV_SPLIT;
     if (first_split == last_split) return;

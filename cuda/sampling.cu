@@ -216,9 +216,9 @@ select(const Row& row, Scratch& scratch, Prefix kept, Amount wanted, Function am
     return {key, locate(row, scratch, wanted - 1, tie)};
 }
 
-// The first word of Philox4x32-10 (doi:10.1145/2063384.2063405) with counter (position, stream, 0, 0) under the seed.
-__device__ __forceinline__ unsigned philox(unsigned long long seed, unsigned stream, unsigned position) {
-    unsigned c0 = position, c1 = stream, c2 = 0, c3 = 0;
+// The first word of Philox4x32-10 (doi:10.1145/2063384.2063405) with counter (position, sample_index, 0, 0) under the seed.
+__device__ __forceinline__ unsigned philox(unsigned long long seed, unsigned sample_index, unsigned position) {
+    unsigned c0 = position, c1 = sample_index, c2 = 0, c3 = 0;
     unsigned k0 = static_cast<unsigned>(seed), k1 = static_cast<unsigned>(seed >> 32);
     for (int round = 0; round < 10; round++) {
         const unsigned high0 = __umulhi(0xD2511F53u, c0), low0 = 0xD2511F53u * c0;
@@ -234,7 +234,7 @@ __device__ __forceinline__ unsigned philox(unsigned long long seed, unsigned str
 extern "C" __global__ void __launch_bounds__(kThreads, 2) sample(
     const float* __restrict__ logits, const float* __restrict__ temperatures, const int* __restrict__ top_k,
     const float* __restrict__ top_p, const float* __restrict__ min_p, const unsigned long long* __restrict__ seeds,
-    const unsigned* __restrict__ streams, const unsigned* __restrict__ positions, int* __restrict__ token_ids,
+    const unsigned* __restrict__ sample_index, const unsigned* __restrict__ positions, int* __restrict__ token_ids,
     int vocab_size) {
     __shared__ Scratch scratch;
     const int index = blockIdx.x;
@@ -274,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) sample(
     };
     const Amount total = sum(row, scratch, amount);
     // Whole numbers: the cumulative sum exceeds u * total just if it exceeds its integer part; u is the word / 2^32.
-    const Amount word = philox(seeds[index], streams[index], positions[index]);
+    const Amount word = philox(seeds[index], sample_index[index], positions[index]);
     const int chosen = locate(row, scratch, __umul64hi(total, word << 32), amount);
     if (threadIdx.x == 0) token_ids[index] = chosen;
 }

@@ -56,7 +56,7 @@ def make_batch(
         token_ids=np.array([token for span in spans for token in span.token_ids], np.int32),
         positions=at,
         slots=np.concatenate(slots),
-        query_starts=np.cumsum([0, *counts]).astype(np.int32),
+        cu_seqlens=np.cumsum([0, *counts]).astype(np.int32),
         rows=np.array([span.row for span in spans], np.int32),
         block_tables=tables,
         sampled=indices,

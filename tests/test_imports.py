@@ -18,12 +18,13 @@ FLOORS = (
     ("blocking",),
     ("engine",),
     ("execution", "scheduling"),
-    ("kv", "text"),
+    ("text",),
     ("models.files",),
     ("models",),
     ("ops.cpu", "ops.cuda"),
     ("ops.reference",),
     ("ops",),
+    ("kv",),
     ("vocabulary",),
 )
 """The folders of the package, from top to bottom; the vocabulary is the files that lie in none of them."""

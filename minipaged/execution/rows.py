@@ -24,8 +24,8 @@ class StepArrays:
     """[T]"""
     slots: Int64
     """[T]: block * block_size + position % block_size"""
-    query_starts: Int32
-    """[S + 1]: tokens [query_starts[s], query_starts[s + 1]) belong to sequence s."""
+    cu_seqlens: Int32
+    """[S + 1]: tokens [cu_seqlens[s], cu_seqlens[s + 1]) belong to sequence s."""
     rows: Int32
     """[S]"""
     sampling: Int32
@@ -43,20 +43,20 @@ class StepArrays:
 
     def select(self, sequences: Int32) -> StepArrays:
         """The work of some of the sequences, at least one, ascending."""
-        starts, ends = self.query_starts[sequences], self.query_starts[sequences + 1]
+        starts, ends = self.cu_seqlens[sequences], self.cu_seqlens[sequences + 1]
         tokens = np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
         of_these = np.isin(self.sampling, sequences)
-        query_starts = _starts((ends - starts).tolist())
+        cu_seqlens = _starts((ends - starts).tolist())
         sampling = np.searchsorted(sequences, self.sampling[of_these]).astype(np.int32)
         return StepArrays(
             token_ids=self.token_ids[tokens],
             positions=self.positions[tokens],
             slots=self.slots[tokens],
-            query_starts=query_starts,
+            cu_seqlens=cu_seqlens,
             rows=self.rows[sequences],
             sampling=sampling,
             sampling_rows=self.sampling_rows[of_these],
-            sampled=_last_tokens(query_starts, sampling),
+            sampled=_last_tokens(cu_seqlens, sampling),
             next_positions=self.next_positions[of_these],
             outputs=self.outputs[of_these],
             prompt_logprobs=tuple(i for i, s in enumerate(sequences.tolist()) if s in self.prompt_logprobs),
@@ -85,7 +85,7 @@ class Rows:
         self._changed: list[Int64] = []
         self._decode_rows: tuple[int, ...] = ()
         self._decode_array = np.empty(0, np.int32)
-        self._decode_starts = np.zeros(1, np.int32)
+        self._decode_cu_seqlens = np.zeros(1, np.int32)
 
     @property
     def block_tables(self) -> Int32:
@@ -173,8 +173,8 @@ class Rows:
         if decode_rows is not self._decode_rows:
             self._decode_rows = decode_rows
             self._decode_array = np.array(decode_rows, np.int32)
-            self._decode_starts = np.arange(len(decode_rows) + 1, dtype=np.int32)
-        rows, starts = self._decode_array, self._decode_starts
+            self._decode_cu_seqlens = np.arange(len(decode_rows) + 1, dtype=np.int32)
+        rows, starts = self._decode_array, self._decode_cu_seqlens
         positions = self._num_computed[rows]
         next_positions = positions + np.int32(1)
         self._num_computed[rows] = next_positions
@@ -182,7 +182,7 @@ class Rows:
             token_ids=self._last_token[rows],
             positions=positions,
             slots=self._slots(rows, positions),
-            query_starts=starts,
+            cu_seqlens=starts,
             rows=rows,
             sampling=starts[:-1],
             sampling_rows=rows,
@@ -208,13 +208,13 @@ class Rows:
             sampling = np.concatenate([sampling, np.array(of_chunks, np.int32)])
             sampling_rows = rows[sampling]
             outputs = np.arange(len(sampling), dtype=np.int32)
-        query_starts = _starts([1] * num_decodes + [chunk.num_tokens for chunk in chunks])
-        sampled, all_positions = _last_tokens(query_starts, sampling), np.concatenate(positions)
+        cu_seqlens = _starts([1] * num_decodes + [chunk.num_tokens for chunk in chunks])
+        sampled, all_positions = _last_tokens(cu_seqlens, sampling), np.concatenate(positions)
         return StepArrays(
             token_ids=np.concatenate(token_ids),
             positions=all_positions,
             slots=np.concatenate(slots),
-            query_starts=query_starts,
+            cu_seqlens=cu_seqlens,
             rows=rows,
             sampling=sampling,
             sampling_rows=sampling_rows,
@@ -230,8 +230,8 @@ class Rows:
         return blocks * self._block_size + offsets
 
 
-def _last_tokens(query_starts: Int32, sequences: Int32) -> Int32:
-    return query_starts[sequences + 1] - np.int32(1)
+def _last_tokens(cu_seqlens: Int32, sequences: Int32) -> Int32:
+    return cu_seqlens[sequences + 1] - np.int32(1)
 
 
 def _starts(lengths: list[int]) -> Int32:

@@ -134,7 +134,7 @@ class Runner(Generic[Array, Weight]):
             token_ids=arrays.token_ids,
             positions=arrays.positions,
             slots=arrays.slots,
-            query_starts=arrays.query_starts,
+            cu_seqlens=arrays.cu_seqlens,
             rows=arrays.rows,
             block_tables=self._rows.block_tables,
             sampled=arrays.sampled,
@@ -221,7 +221,7 @@ class Runner(Generic[Array, Weight]):
     ) -> tuple[tuple[TokenLogprob, ...], ...]:
         admission = self._rows.admission(int(arrays.rows[sequence]))
         num_top = admission.params.prompt_logprobs or 0
-        start, end = arrays.query_starts[sequence : sequence + 2].tolist()
+        start, end = arrays.cu_seqlens[sequence : sequence + 2].tolist()
         first = int(arrays.positions[start]) + 1
         targets = np.array(admission.token_ids[first : min(first + end - start, admission.prompt_length)], np.int32)
         most = max(1, PROMPT_LOGPROBS_ELEMENTS // self._vocab_size)

@@ -74,7 +74,7 @@ class _Selection(Generic[Array]):
 
     rows: Int32
     settings: Sequence[Array]
-    """Temperature to streams of a SamplingBatch."""
+    """Temperature to sample_index of a SamplingBatch."""
     num_logprobs: int
     all_greedy: bool
     penalised: Indices
@@ -105,7 +105,7 @@ class SamplingState(Generic[Array]):
         self._top_p = np.ones(max_running, np.float32)
         self._min_p = np.zeros(max_running, np.float32)
         self._seeds = np.zeros(max_running, np.uint64)
-        self._streams = np.zeros(max_running, np.uint32)
+        self._sample_index = np.zeros(max_running, np.uint32)
         self._num_logprobs = np.full(max_running, -1, np.int32)
         self._penalised: dict[int, _Penalised] = {}
         self._biased: dict[int, _Biased] = {}
@@ -121,7 +121,7 @@ class SamplingState(Generic[Array]):
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
         self._seeds[row] = admission.seed
-        self._streams[row] = admission.sample_index
+        self._sample_index[row] = admission.sample_index
         self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
 
         for history in (self._penalised, self._biased, self._with_callback):
@@ -147,14 +147,14 @@ class SamplingState(Generic[Array]):
     def batch(self, rows: Int32, positions: Array) -> SamplingBatch[Array]:
         """For rows [N] whose tokens at positions, uint32 [N], are to be chosen."""
         selection = self._select(rows)
-        temperature, top_k, top_p, min_p, seeds, streams = selection.settings
+        temperature, top_k, top_p, min_p, seeds, sample_index = selection.settings
         return SamplingBatch(
             temperature,
             top_k,
             top_p,
             min_p,
             seeds,
-            streams,
+            sample_index,
             positions,
             num_logprobs=selection.num_logprobs,
             all_greedy=selection.all_greedy,
@@ -240,7 +240,7 @@ class SamplingState(Generic[Array]):
 
     def _select(self, rows: Int32) -> _Selection[Array]:
         if self._selection is None or self._selection.rows is not rows:
-            settings = (self._temperature, self._top_k, self._top_p, self._min_p, self._seeds, self._streams)
+            settings = (self._temperature, self._top_k, self._top_p, self._min_p, self._seeds, self._sample_index)
             self._selection = _Selection(
                 rows=rows,
                 settings=self._upload_together([of_rows[rows] for of_rows in settings]),

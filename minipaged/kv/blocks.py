@@ -16,7 +16,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.owners = [0] * num_blocks
+        self.ref_count = [0] * num_blocks
         """Number of owners by block; read it, do not write it."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -48,7 +48,7 @@ class BlockPool:
     def allocate(self) -> int:
         """A free block, now with one owner. `IndexError` if none is free (see `evict`)."""
         block = self._free.pop()
-        self.owners[block] = 1
+        self.ref_count[block] = 1
         return block
 
     def evict(self) -> int:
@@ -59,14 +59,14 @@ class BlockPool:
 
     def share(self, block: int) -> None:
         """One more owner for a block that is in use or cached."""
-        if self.owners[block] == 0:
+        if self.ref_count[block] == 0:
             del self._cached[block]
-        self.owners[block] += 1
+        self.ref_count[block] += 1
 
     def release(self, block: int, *, keep: bool) -> None:
         """One owner less. The last one leaves the block cached if `keep`, else free."""
-        self.owners[block] -= 1
-        if self.owners[block] == 0:
+        self.ref_count[block] -= 1
+        if self.ref_count[block] == 0:
             if keep:
                 self._cached[block] = None
             else:
@@ -82,7 +82,7 @@ class BlockPool:
         """Assert invariant 1: free + cached + in use = total, each block in exactly one of them."""
         idle = [*self._free, *self._cached]
         assert len(idle) == len(set(idle)), "a block is idle twice"
-        assert all(self.owners[block] == 0 for block in idle), "an idle block has owners"
-        in_use = sum(1 for count in self.owners if count > 0)
+        assert all(self.ref_count[block] == 0 for block in idle), "an idle block has owners"
+        in_use = sum(1 for count in self.ref_count if count > 0)
         assert len(idle) + in_use == self.num_blocks, "a block is neither idle nor in use"
-        assert all(count >= 0 for count in self.owners), "a block was released too often"
+        assert all(count >= 0 for count in self.ref_count), "a block was released too often"

@@ -37,7 +37,7 @@ class KVManager:
     def allocate(self) -> int:
         """A block with one owner; the least recently used cached content makes way if need be."""
         if self.pool.num_free == 0:
-            self.prefix.forget(self.pool.evict())
+            self.prefix.evict(self.pool.evict())
         block = self.pool.allocate()
         self.fresh.append(block)
         return block
@@ -70,7 +70,7 @@ class KVManager:
 
     def is_writable(self, block: int, gone: int) -> bool:
         """Whether a block has one owner, `gone` of its owners not counted, and no name in the prefix cache."""
-        return self.pool.owners[block] - gone == 1 and block not in self.prefix
+        return self.pool.ref_count[block] - gone == 1 and block not in self.prefix
 
     def make_writable(self, table: BlockTable, column: int) -> tuple[int, int]:
         """Copy-on-write: put a fresh block in place of a shared one; returns the (source, destination) to copy.
@@ -96,7 +96,7 @@ class KVManager:
 
     # Prefix cache
 
-    def publish(self, table: BlockTable, token_ids: array[int], num_computed: int, namespace: str) -> None:
+    def insert(self, table: BlockTable, token_ids: array[int], num_computed: int, namespace: str) -> None:
         """Make the full blocks among the first `num_computed` tokens, written and committed, findable."""
         if not self._prefix_caching:
             return
@@ -104,7 +104,7 @@ class KVManager:
         for column in range(len(nodes), num_computed // size):
             tokens = token_ids[column * size : (column + 1) * size].tobytes()
             parent = nodes[-1] if nodes else ROOT
-            nodes.append(self.prefix.publish(table.blocks[column], parent, tokens, namespace))
+            nodes.append(self.prefix.insert(table.blocks[column], parent, tokens, namespace))
 
     def reset_prefix_cache(self) -> None:
         """Forget all content; blocks in use stay in use."""
@@ -171,8 +171,8 @@ class KVManager:
             host.update(transfer.host_blocks)
         for pool, owners in ((self.pool, device), (self.host.pool, host)):
             for block in range(pool.num_blocks):
-                assert pool.owners[block] == owners[block], (
-                    f"block {block} has {pool.owners[block]} owners on record but {owners[block]} in tables and copies"
+                assert pool.ref_count[block] == owners[block], (
+                    f"block {block} has ref_count {pool.ref_count[block]}, but {owners[block]} tables and copies own it"
                 )
 
     # Details
@@ -183,7 +183,7 @@ class KVManager:
         return self.prefix.match(token_ids, limit, namespace)
 
     def _can_take(self, matched: list[int], missing: int) -> bool:
-        owners = self.pool.owners
+        owners = self.pool.ref_count
         revived = sum(1 for block in matched if owners[block] == 0)
         return self.pool.num_available - revived >= missing
 

@@ -43,7 +43,7 @@ class PrefixCache:
             nodes.append(node)
         return blocks, nodes
 
-    def publish(self, block: int, parent: int, tokens: bytes, namespace: str) -> int:
+    def insert(self, block: int, parent: int, tokens: bytes, namespace: str) -> int:
         """Make a written and committed full block findable; returns its node.
 
         If another block is known for the same tokens, that one stays and its node is returned; this one stays private.
@@ -61,7 +61,7 @@ class PrefixCache:
         self._nodes[block] = self._last_node
         return self._last_node
 
-    def forget(self, block: int) -> None:
+    def evict(self, block: int) -> None:
         """The block is about to hold something else."""
         key = self._keys[block]
         if key is not None:
@@ -72,7 +72,7 @@ class PrefixCache:
         """Forget everything; returns the blocks that were known."""
         blocks = list(self._entries.values())
         for block in blocks:
-            self.forget(block)
+            self.evict(block)
         return blocks
 
     def check(self) -> None:

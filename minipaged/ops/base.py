@@ -44,8 +44,8 @@ class Batch(Generic[Array]):
     """int32 [T]"""
     slots: Array
     """int64 [T]: where to write K and V."""
-    query_starts: Array
-    """int32 [S + 1]: tokens [query_starts[s], query_starts[s + 1]) belong to sequence s."""
+    cu_seqlens: Array
+    """int32 [S + 1]: tokens [cu_seqlens[s], cu_seqlens[s + 1]) belong to sequence s."""
     rows: Array
     """int32 [S]: the row of `block_tables` of each sequence."""
     block_tables: Array
@@ -153,7 +153,7 @@ class SamplingBatch(Generic[Array]):
     """float32 [N]"""
     seeds: Array
     """uint64 [N]: the Philox key."""
-    streams: Array
+    sample_index: Array
     """uint32 [N]: which of the request's samples, part of the Philox counter."""
     positions: Array
     """uint32 [N]: position of the token being chosen, part of the Philox counter."""

@@ -31,10 +31,11 @@ def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Wor
 
 
 def uniforms(
-    seeds: NDArray[np.uint64], streams: NDArray[np.uint32], positions: NDArray[np.uint32]
+    seeds: NDArray[np.uint64], sample_index: NDArray[np.uint32], positions: NDArray[np.uint32]
 ) -> NDArray[np.float64]:
-    """One number in [0, 1) per row, [N]: the first word of counter (position, stream, 0, 0) under the seed, / 2**32."""
+    """One number in [0, 1) per row, [N]: the first word of counter (position, sample_index, 0, 0) under the
+    seed, divided by 2**32."""
     zero = np.zeros(len(seeds), np.uint64)
-    counter = (positions.astype(np.uint64), streams.astype(np.uint64), zero, zero)
+    counter = (positions.astype(np.uint64), sample_index.astype(np.uint64), zero, zero)
     word, *_ = philox4x32(counter, (seeds & LOW, seeds >> WORD))
     return word.astype(np.float64) * 2.0**-32

@@ -107,7 +107,7 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self._batch.leave(sequence)
         else:
-            self._waiting.forget(sequence)
+            self._waiting.remove(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         self.kv.release(sequence.table)
@@ -174,7 +174,7 @@ class Scheduler:
             if status is running:
                 sequence.num_computed = computed = sequence.num_computed + 1
                 if computed % block_size == 0:
-                    self.kv.publish(sequence.table, tokens, computed, request.namespace)
+                    self.kv.insert(sequence.table, tokens, computed, request.namespace)
             advanced.append((sequence, index))
             if token_id in request.stop_token_ids:
                 self.finish(sequence, "stop")
@@ -192,7 +192,7 @@ class Scheduler:
                 committed.prompt_logprobs.append((request, entries))
             if sequence.status is Status.RUNNING:
                 sequence.num_computed = chunk.start + chunk.num_tokens
-                self.kv.publish(sequence.table, sequence.token_ids, sequence.num_computed, sequence.request.namespace)
+                self.kv.insert(sequence.table, sequence.token_ids, sequence.num_computed, sequence.request.namespace)
             if chunk.samples:
                 if sequence.status is not Status.FINISHED:
                     self._append(sequence, result.token_ids[index])

@@ -44,7 +44,7 @@ class WaitingQueue:
         _, sequence = heapq.heappop(self._heap)
         self.num_new -= _is_new(sequence)
 
-    def forget(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """A sequence that never ran is about to finish; `first` skips it from then on."""
         self.num_new -= _is_new(sequence)
 

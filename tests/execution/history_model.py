@@ -53,7 +53,7 @@ class HistoryModel:
         kv[block, offset] = batch.token_ids.astype(np.float32)
         width = batch.block_tables.shape[1] * block_size
         hidden = np.zeros((len(batch.token_ids), width + 1), np.float32)
-        starts = batch.query_starts.tolist()
+        starts = batch.cu_seqlens.tolist()
         for row, start, end in zip(batch.rows.tolist(), starts, starts[1:], strict=False):
             history = kv[batch.block_tables[row].astype(np.int64)].reshape(-1)
             for token in range(start, end):

@@ -92,7 +92,7 @@ class KVMachine(RuleBasedStateMachine):
         holder.written += 1
         self.device[block] = self.content(holder, column, holder.written)
         if publish:
-            self.kv.publish(holder.table, holder.tokens, holder.written, holder.namespace)
+            self.kv.insert(holder.table, holder.tokens, holder.written, holder.namespace)
 
     @rule(rng=st.randoms(use_true_random=False))
     def fork(self, rng: random.Random) -> None:

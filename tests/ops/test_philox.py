@@ -32,9 +32,9 @@ def word(value: int) -> Words:
     return np.array([value], np.uint64)
 
 
-def one(seed: int, stream: int, position: int) -> float:
+def one(seed: int, sample_index: int, position: int) -> float:
     return float(
-        uniforms(np.array([seed], np.uint64), np.array([stream], np.uint32), np.array([position], np.uint32))[0]
+        uniforms(np.array([seed], np.uint64), np.array([sample_index], np.uint32), np.array([position], np.uint32))[0]
     )
 
 
@@ -61,7 +61,12 @@ def test_each_row_is_a_number_below_one_that_depends_on_its_own_three_numbers(ro
 
 
 def test_seed_stream_and_position_each_give_another_number() -> None:
-    numbers = {one(seed, stream, position) for seed in (0, 1, 2**32, 2**63) for stream in (0, 1) for position in (0, 1)}
+    numbers = {
+        one(seed, sample_index, position)
+        for seed in (0, 1, 2**32, 2**63)
+        for sample_index in (0, 1)
+        for position in (0, 1)
+    }
     assert len(numbers) == 16
 
 

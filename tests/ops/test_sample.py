@@ -27,13 +27,13 @@ class Settings:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    stream: int = 0
+    sample_index: int = 0
     position: int = 0
 
     @property
     def uniform(self) -> float:
         key = np.array([self.seed], np.uint64)
-        return float(uniforms(key, np.array([self.stream], np.uint32), np.array([self.position], np.uint32))[0])
+        return float(uniforms(key, np.array([self.sample_index], np.uint32), np.array([self.position], np.uint32))[0])
 
 
 def batch_of(settings: list[Settings], vocab_size: int, *, num_logprobs: int = -1) -> SamplingBatch[Array]:
@@ -46,7 +46,7 @@ def batch_of(settings: list[Settings], vocab_size: int, *, num_logprobs: int = -
         top_p=column([s.top_p for s in settings], np.float32),
         min_p=column([s.min_p for s in settings], np.float32),
         seeds=np.array([s.seed for s in settings], np.uint64),
-        streams=column([s.stream for s in settings], np.uint32),
+        sample_index=column([s.sample_index for s in settings], np.uint32),
         positions=column([s.position for s in settings], np.uint32),
         num_logprobs=num_logprobs,
         all_greedy=all(s.temperature == 0 for s in settings),
@@ -100,7 +100,7 @@ settings_drawn = st.builds(
     top_p=st.sampled_from([1e-8, 0.3, 0.61, 0.9, 1.0]),
     min_p=st.sampled_from([0.0, 0.04, 0.3, 1.0]),
     seed=st.integers(0, 2**64 - 1),
-    stream=st.integers(0, 127),
+    sample_index=st.integers(0, 127),
     position=st.integers(0, 2**31),
 )
 

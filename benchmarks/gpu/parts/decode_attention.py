@@ -48,7 +48,7 @@ def _seconds(sizes: Sizes, batch: int, context: int, group: int, num_bytes: int)
             token_ids=np.zeros(batch, np.int32),
             positions=np.full(batch, context - 1, np.int32),
             slots=tables[:, -1].astype(np.int64) * BLOCK_SIZE + (context - 1) % BLOCK_SIZE,
-            query_starts=np.arange(batch + 1, dtype=np.int32),
+            cu_seqlens=np.arange(batch + 1, dtype=np.int32),
             rows=np.arange(batch, dtype=np.int32),
             block_tables=tables,
             sampled=np.arange(batch, dtype=np.int32),

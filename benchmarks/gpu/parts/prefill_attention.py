@@ -45,7 +45,7 @@ def _seconds(sizes: Sizes, length: int) -> float:
             token_ids=np.zeros(length, np.int32),
             positions=positions,
             slots=positions.astype(np.int64),
-            query_starts=np.array([0, length], np.int32),
+            cu_seqlens=np.array([0, length], np.int32),
             rows=np.zeros(1, np.int32),
             block_tables=np.arange(num_blocks, dtype=np.int32)[None],
             sampled=np.array([length - 1], np.int32),

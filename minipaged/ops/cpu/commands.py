@@ -55,7 +55,7 @@ COMMAND_DTYPE = np.dtype(
 )
 """`Command` of cpu/command.h."""
 
-HEADER_FIELDS = ("token_ids", "positions", "slots", "query_starts", "rows", "block_tables", "sampled")
+HEADER_FIELDS = ("token_ids", "positions", "slots", "cu_seqlens", "rows", "block_tables", "sampled")
 """`BatchHeader` of cpu/command.h: these addresses, then the tables' width and the number of sequences."""
 
 COMMAND_FIELDS = COMMAND_DTYPE.names or ()

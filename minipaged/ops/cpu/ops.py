@@ -222,7 +222,7 @@ class CpuOps(NumpyOps):
         if not batch.all_greedy:
             numbers = uniforms(
                 batch.seeds.astype(np.uint64, copy=False),
-                batch.streams.astype(np.uint32, copy=False),
+                batch.sample_index.astype(np.uint32, copy=False),
                 batch.positions.astype(np.uint32, copy=False),
             )
         token_ids = np.empty(num_rows, np.int32)

@@ -27,7 +27,7 @@ FIELDS: tuple[tuple[str, DTypeLike], ...] = (
     ("slots", np.int64),
     ("token_ids", np.int32),
     ("positions", np.int32),
-    ("query_starts", np.int32),
+    ("cu_seqlens", np.int32),
     ("rows", np.int32),
     ("sampled", np.int32),
     ("next_positions", np.uint32),
@@ -42,7 +42,7 @@ class DeviceBatch:
     """A batch on the device, and what the host must know of it to launch kernels."""
 
     batch: Batch[cupy.ndarray]
-    query_starts: NDArray[np.int32]
+    cu_seqlens: NDArray[np.int32]
     num_splits: int
     """Of `CudaKernels.kv_split` positions, that the longest sequence has, or more."""
 
@@ -111,10 +111,10 @@ class StepBuffer:
         assert num_sequences <= self.limits.max_sequences, f"{num_sequences} sequences in a step"
         arrays = {name: np.asarray(getattr(batch, name), dtype) for name, dtype in FIELDS}
         num_splits = int(arrays["positions"].max()) // self._kernels.kv_split + 1
-        query_starts = arrays["query_starts"].astype(np.int32, copy=False)
+        cu_seqlens = arrays["cu_seqlens"].astype(np.int32, copy=False)
         if padded_size is None:
             self._send(arrays, sizes, *self._changes(batch.block_tables, changed))
-            return Step(DeviceBatch(self._views(sizes, _layout(sizes, 0)), query_starts, num_splits), None)
+            return Step(DeviceBatch(self._views(sizes, _layout(sizes, 0)), cu_seqlens, num_splits), None)
 
         assert num_tokens == num_sequences == num_sampled <= padded_size, f"{sizes} is no decode of {padded_size}"
         arrays = self._padded(arrays, padded_size)
@@ -126,7 +126,7 @@ class StepBuffer:
         exact, padded = self._decodes[num_tokens, padded_size]
         padded_splits = min(1 << (num_splits - 1).bit_length(), self.most_splits)  # few values, few graphs
         return Step(
-            DeviceBatch(exact, query_starts, num_splits),
+            DeviceBatch(exact, cu_seqlens, num_splits),
             DeviceBatch(padded, np.arange(padded_size + 1, dtype=np.int32), padded_splits),
         )
 
@@ -173,7 +173,7 @@ class StepBuffer:
             "slots": self._scratch_block * self._block_size + slots,
             "token_ids": np.zeros(count),
             "positions": np.zeros(count),
-            "query_starts": filling + 1,
+            "cu_seqlens": filling + 1,
             "rows": np.full(count, self.limits.max_sequences),
             "sampled": filling,
             "next_positions": np.zeros(count),

@@ -340,8 +340,8 @@ class CudaOps:
             partials = self._take((count, num_query_heads, head_dim + 4), np.float32)
         for first in range(0, num_sequences, most):
             end = min(first + most, num_sequences)
-            starts, count = batch.query_starts[first : end + 1], end - first
-            launched_tokens = int(step.query_starts[end] - step.query_starts[first])
+            starts, count = batch.cu_seqlens[first : end + 1], end - first
+            launched_tokens = int(step.cu_seqlens[end] - step.cu_seqlens[first])
             grid = (
                 launched_tokens // max(1, tile.rows // group) + count,
                 num_kv_heads * -(-group // tile.rows),

@@ -70,7 +70,7 @@ class Sampler:
         of_tokens, of_own, of_top, of_top_logprobs = _parts(num_rows, num_top)
         token_ids = results[of_tokens]
         arrays = (logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
-        draws = (batch.seeds, batch.streams, batch.positions)
+        draws = (batch.seeds, batch.sample_index, batch.positions)
         self._kernels.launch("sample", (num_rows,), 512, (*arrays, *draws, token_ids, np.int32(vocab_size)))
         if batch.num_logprobs < 0:
             return Sampled(self._fetch(token_ids), None, None, None)

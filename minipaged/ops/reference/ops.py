@@ -123,7 +123,7 @@ class ReferenceOps(NumpyOps):
         num_kv_heads, block_size = cache.shape[3:5]
         q = float32(query).reshape(num_tokens, num_kv_heads, num_query_heads // num_kv_heads, head_dim)
         positions = _indices(batch.positions)
-        starts = _indices(batch.query_starts)
+        starts = _indices(batch.cu_seqlens)
         tables = _indices(batch.block_tables[_indices(batch.rows)])
 
         attended = np.empty_like(q)

@@ -74,7 +74,7 @@ def sample(logits: Logits, raw_logits: Logits, batch: SamplingBatch[Array]) -> S
         drawn = np.flatnonzero((temperature > 0) & (peaks > -np.inf))
         u = uniforms(
             batch.seeds.astype(np.uint64)[drawn],
-            batch.streams.astype(np.uint32)[drawn],
+            batch.sample_index.astype(np.uint32)[drawn],
             batch.positions.astype(np.uint32)[drawn],
         )
         for number, row in zip(u, drawn, strict=True):

@@ -105,7 +105,7 @@ class Model:
 
         query = np.concatenate([self.vectors(span.row)[0][span.start : span.end] for span in spans])
         positions = np.concatenate([np.arange(span.start, span.end, dtype=np.int32) for span in spans])
-        query_starts = np.cumsum([0, *(span.end - span.start for span in spans)]).astype(np.int32)
+        cu_seqlens = np.cumsum([0, *(span.end - span.start for span in spans)]).astype(np.int32)
         rows = np.array([span.row for span in spans], np.int32)
         max_splits = max(-(-span.end // SPLIT) for span in spans)
         partials = np.full((len(spans), self.num_query_heads, max_splits, self.head_dim + 4), np.nan, np.float32)
@@ -120,7 +120,7 @@ class Model:
         kernels[kernel].max_dynamic_shared_size_bytes = shared
         execution = Execution(order=order)
         window = np.int32(self.window or 0)
-        arguments: list[Argument] = [query, cache, positions, query_starts, rows, tables, out, partials]
+        arguments: list[Argument] = [query, cache, positions, cu_seqlens, rows, tables, out, partials]
         arguments += map(np.int32, (len(spans), self.num_query_heads, self.num_kv_heads, NUM_LAYERS, LAYER))
         arguments += map(np.int32, (self.block_size, tables.shape[1], window, max_splits))
         grid = [
@@ -132,10 +132,10 @@ class Model:
         kernels["attention_combine"](
             [len(spans), self.num_query_heads],
             [self.head_dim // 4],
-            [partials, positions, query_starts, out, np.int32(self.num_query_heads), window, np.int32(max_splits)],
+            [partials, positions, cu_seqlens, out, np.int32(self.num_query_heads), window, np.int32(max_splits)],
             execution=execution,
         )
-        return np.split(out.astype(np.float32), query_starts[1:-1])
+        return np.split(out.astype(np.float32), cu_seqlens[1:-1])
 
     def assert_close(self, spans: list[Span], attended: list[Floats]) -> None:
         for span, out in zip(spans, attended, strict=True):

@@ -53,7 +53,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_batch(seed: int) -> None:
     logits = random_logits(generator, 1, 300)
     alone = sample(logits, logits, batch)
     larger = random_batch(generator, 4, 300, 5)
-    for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "streams", "positions"):
+    for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "sample_index", "positions"):
         getattr(larger, name)[2] = getattr(batch, name)[0]
     others = random_logits(generator, 4, 300)
     others[2] = logits[0]
@@ -73,7 +73,7 @@ def test_draws_follow_the_distribution() -> None:
         top_p=ones,
         min_p=0 * ones,
         seeds=np.full(num_draws, 7, np.uint64),
-        streams=np.zeros(num_draws, np.uint32),
+        sample_index=np.zeros(num_draws, np.uint32),
         positions=np.arange(num_draws, dtype=np.uint32),
         num_logprobs=-1,
         all_greedy=False,

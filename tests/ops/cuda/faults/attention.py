@@ -65,7 +65,7 @@ FAULTS = (
     Fault(
         "attention",
         "combine takes chunks too",
-        "if (query_starts[sequence + 1] - token != 1) return;",
+        "if (cu_seqlens[sequence + 1] - token != 1) return;",
         "",
         WRONG_NUMBERS,
     ),

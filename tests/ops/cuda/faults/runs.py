@@ -204,7 +204,7 @@ def run_sample(module: ModuleApart, execution: Execution) -> None:
         top_p=np.choose(setting, [1, 1, 0.5, 1, 0.6, 1]).astype(np.float32),
         min_p=np.choose(setting, [0.02, 0, 0, 0, 0.1, 0]).astype(np.float32),
         seeds=RNG(5).integers(2**64, size=num_rows, dtype=np.uint64),
-        streams=RNG(6).integers(128, size=num_rows, dtype=np.uint32),
+        sample_index=RNG(6).integers(128, size=num_rows, dtype=np.uint32),
         positions=RNG(7).integers(2**31, size=num_rows, dtype=np.uint32),
         num_logprobs=-1,
         all_greedy=False,
