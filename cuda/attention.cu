@@ -4,7 +4,7 @@
 //   query         ELEMENT [num_tokens, num_query_heads, HEAD_DIM]
 //   cache         ELEMENT [num_blocks, num_layers, 2, num_kv_heads, block_size, HEAD_DIM]
 //   positions     int32 [num_tokens]; consecutive within a sequence
-//   cu_seqlens  int32 [num_sequences + 1], from any first token on: some sequences of a step may be a launch of their own
+//   cu_seqlens    int32 [num_sequences + 1], from any first token on: some sequences of a step may be a launch of their own
 //   rows          int32 [num_sequences]; block_tables int32 [.., table_width]
 //   out           ELEMENT [num_tokens, num_query_heads, HEAD_DIM]
 //   partials      float32 [num_sequences, num_query_heads, max_splits, HEAD_DIM + 4]: sum, then maximum and total weight
@@ -58,8 +58,16 @@
 constexpr int kTile = HEAD_DIM <= 128 ? 32 : 16;  // positions
 constexpr int kPitch = HEAD_DIM + kChunk;         // elements from row to row in shared memory
 constexpr int kChunks = HEAD_DIM / kChunk;
-constexpr int kRecord = HEAD_DIM + 4;  // floats: weighted sum of V, maximum, total weight, two unused for alignment
 static_assert(HEAD_DIM % 16 == 0 && KV_SPLIT % kTile == 0, "whole fragments, whole tiles");
+
+// The attention of one row over the positions that were read so far, in shared memory and in `partials`.
+struct __align__(16) Record {
+    float sums[HEAD_DIM];  // of V, each position times its weight 2^(score - maximum)
+    float maximum;         // of the scores
+    float total;           // of the weights
+    float unused[2];
+};
+constexpr int kRecord = sizeof(Record) / sizeof(float), kRecordParts = kRecord / 4;
 
 // The maximum of no scores: minus infinity.
 __device__ __forceinline__ float nothing() { return __uint_as_float(0xff800000u); }
@@ -69,7 +77,8 @@ __device__ __forceinline__ float rescale(float old, float rise) {
     return exp2_approx(old - (rise == nothing() ? 0.0f : rise));
 }
 
-// One element of the ordered merge: everything here and in attention_combine that merges splits goes through this.
+// One number of the merged splits and the same number of the next split, each scaled to the maximum of both. All that
+// merges splits goes through this function, so that decode and prefill round alike.
 __device__ __forceinline__ float merge(float merged, float merged_scale, float split, float split_scale) {
     return __fmaf_rn(split, split_scale, __fmul_rn(merged, merged_scale));
 }
@@ -103,164 +112,209 @@ __device__ __forceinline__ int sequence_of(
     return low;
 }
 
-template <int kWarps, int kStages>
-__device__ __forceinline__ void attend(
-    const ELEMENT* __restrict__ query, const ELEMENT* __restrict__ cache, const int* __restrict__ positions,
-    const int* __restrict__ cu_seqlens, const int* __restrict__ rows, const int* __restrict__ block_tables,
-    ELEMENT* __restrict__ out, float* __restrict__ partials, const Geometry& g) {
-    constexpr int kThreads = kWarps * 32, kRows = kWarps * 16;
-    extern __shared__ __align__(16) ELEMENT shared[];
-    ELEMENT* const stages = shared;                                  // [kStages][K, V][kTile][kPitch]
-    ELEMENT* const queries = stages + kStages * 2 * kTile * kPitch;  // [kRows][kPitch]
-    float* const results =
-        reinterpret_cast<float*>(queries + kRows * kPitch);  // [kRows][kRecord], the splits merged so far
+// Positions from `begin` up to, not including, `end`.
+struct Range {
+    int begin, end;
 
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    __device__ __forceinline__ bool contains(int position) const { return position >= begin && position < end; }
+};
 
-    // Which queries this block owns.
-    const int group = g.num_query_heads / g.num_kv_heads, tiles_of_group = (group + kRows - 1) / kRows;
-    const int kv_head = blockIdx.y / tiles_of_group, first_in_group = blockIdx.y % tiles_of_group * kRows;
-    const int heads = min(group - first_in_group, kRows), first_head = kv_head * group + first_in_group;
-    const int tokens = max(1, kRows / group);
-    const int tile = gridDim.x - 1 - blockIdx.x;
-    const int sequence = sequence_of(tile, cu_seqlens, g.num_sequences, tokens);
-    const int sequence_start = cu_seqlens[sequence], sequence_end = cu_seqlens[sequence + 1];
-    const int first_tile_of_sequence = (sequence_start - cu_seqlens[0]) / tokens + sequence;
-    const int first_token = sequence_start + (tile - first_tile_of_sequence) * tokens;
-    if (first_token >= sequence_end) return;
-    const int num_tokens = min(tokens, sequence_end - first_token), num_rows = num_tokens * heads;
+// The queries of a block and the positions that it reads for them. Row r of the tile is query head first_head + r %
+// heads of token first_token + r / heads; rows from num_rows on are empty. A warp computes 16 rows.
+struct QueryTile {
+    int sequence, kv_head;
+    int first_head, heads;
+    int first_token, first_position;
+    int num_tokens, num_rows;
+    bool is_decoded;  // the sequence has one token in this step
+    Range read;
+    bool is_split;  // `read` is one of several splits, and the result goes to `partials`
 
-    // Which positions they see, and which of those this block takes.
-    const int first_position = positions[first_token], last_position = first_position + num_tokens - 1;
-    const int visible_begin = first_visible(first_position, g.window), visible_end = last_position + 1;
-    const bool is_decoded = sequence_end - sequence_start == 1;
-    const bool is_split = is_decoded && visible_begin / KV_SPLIT != last_position / KV_SPLIT;
-    int begin = visible_begin, end = visible_end;
-    if (is_split) {
-        begin = max(begin, static_cast<int>(blockIdx.z) * KV_SPLIT);
-        end = min(end, (static_cast<int>(blockIdx.z) + 1) * KV_SPLIT);
-        if (begin >= end) return;
-    } else if (blockIdx.z > 0) {
-        return;
+    // Finds the queries by the block's place in the grid. Returns false if there are none.
+    template <int kRows>
+    __device__ __forceinline__ bool find_queries(const int* __restrict__ cu_seqlens, const Geometry& g) {
+        const int group = g.num_query_heads / g.num_kv_heads, tiles_of_group = (group + kRows - 1) / kRows;
+        const int first_in_group = blockIdx.y % tiles_of_group * kRows;
+        kv_head = blockIdx.y / tiles_of_group;
+        heads = min(group - first_in_group, kRows), first_head = kv_head * group + first_in_group;
+
+        const int tokens = max(1, kRows / group);
+        const int tile = gridDim.x - 1 - blockIdx.x;
+        sequence = sequence_of(tile, cu_seqlens, g.num_sequences, tokens);
+        const int sequence_start = cu_seqlens[sequence], sequence_end = cu_seqlens[sequence + 1];
+        const int first_tile_of_sequence = (sequence_start - cu_seqlens[0]) / tokens + sequence;
+        first_token = sequence_start + (tile - first_tile_of_sequence) * tokens;
+        num_tokens = min(tokens, sequence_end - first_token), num_rows = num_tokens * heads;
+        is_decoded = sequence_end - sequence_start == 1;
+        return num_tokens > 0;
     }
 
-    // A row's place among all heads of all tokens.
-    auto head_of = [&](int row) {
-        return static_cast<long long>(first_token + row / heads) * g.num_query_heads + first_head + row % heads;
-    };
+    // Finds the positions that any of the queries sees.
+    __device__ __forceinline__ void find_positions(const int* __restrict__ positions, const Geometry& g) {
+        first_position = positions[first_token];
+        const int last_position = first_position + num_tokens - 1;
+        read = {first_visible(first_position, g.window), last_position + 1};
+        is_split = is_decoded && read.begin / KV_SPLIT != last_position / KV_SPLIT;
+    }
 
-    // Rows of queries; those beyond the last are zeros.
+    // Leaves to this block the split of its own, blockIdx.z.
+    __device__ __forceinline__ void take_split() {
+        read.begin = max(read.begin, static_cast<int>(blockIdx.z) * KV_SPLIT);
+        read.end = min(read.end, (static_cast<int>(blockIdx.z) + 1) * KV_SPLIT);
+    }
+
+    // Where a row stands among all heads of all tokens, [num_tokens, num_query_heads].
+    __device__ __forceinline__ long long head_of(int row, int num_query_heads) const {
+        return static_cast<long long>(first_token + row / heads) * num_query_heads + first_head + row % heads;
+    }
+
+    // The positions that a row sees; an empty row sees none.
+    __device__ __forceinline__ Range seen_by(int row, int window) const {
+        const int position = first_position + row / heads;
+        return {first_visible(position, window), row < num_rows ? position + 1 : 0};
+    }
+};
+
+// ---- The phases: load, score, softmax, accumulate, merge, store ----
+//
+// Scores and sums are in the fragments of mma.m16n8k16. With g = lane / 4 and q = lane % 4, element [i][2 half + e] of a
+// thread is in row g + 8 half of its warp's 16 rows and in column 8 i + 2 q + e: four threads share a row.
+
+using Scores = float[kTile / 8][4];  // a thread's part of [16 rows, kTile positions]
+
+// Load: starts copying the queries of the tile, [kRows][kPitch]; empty rows become zeros.
+template <int kRows>
+__device__ __forceinline__ void load_queries(
+    ELEMENT* queries, const ELEMENT* __restrict__ query, const QueryTile& tile, int num_query_heads) {
+    constexpr int kThreads = kRows * 2;
     for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
         const int row = i / kChunks, chunk = i % kChunks;
-        const bool is_row = row < num_rows;
-        const long long head = is_row ? head_of(row) : 0;
+        const bool is_row = row < tile.num_rows;
+        const long long head = is_row ? tile.head_of(row, num_query_heads) : 0;
         cp_async_16_zfill(queries + row * kPitch + chunk * kChunk, query + head * HEAD_DIM + chunk * kChunk, is_row);
     }
-    for (int i = lane; i < 16 * kRecord; i += 32) {
-        results[warp * 16 * kRecord + i] = i % kRecord == HEAD_DIM ? nothing() : 0.0f;
-    }
+}
 
-    // K and V of a tile, through the block table. What no token of this block sees is zeros: slots may hold NaN.
-    const int* const table = block_tables + static_cast<long long>(rows[sequence]) * g.table_width;
-    const long long head_stride = static_cast<long long>(g.block_size) * HEAD_DIM;
-    const long long value_offset = g.num_kv_heads * head_stride, block_stride = g.num_layers * 2 * value_offset;
-    const ELEMENT* const head_cache = cache + g.layer * 2 * value_offset + kv_head * head_stride;
-    const int first_tile = begin / kTile, end_tile = (end + kTile - 1) / kTile;
-    auto copy_stage = [&](int tile) {
-        if (tile < end_tile) {
+// Load: a ring of kStages tiles of K and V, [kStages][K, V][kTile][kPitch], that are copied ahead of their use.
+template <int kThreads, int kStages>
+struct KvTiles {
+    ELEMENT* const stages;
+    const ELEMENT* const cache;       // stands for the source of what is not read
+    const ELEMENT* const head_cache;  // K of this layer and KV head at offset 0 of block 0
+    const int* const table;           // the sequence's row of the block tables
+    const long long block_stride, value_offset;
+    const int block_size;
+    const Range read;
+
+    __device__ __forceinline__ int first() const { return read.begin / kTile; }
+    __device__ __forceinline__ int end() const { return (read.end + kTile - 1) / kTile; }
+    __device__ __forceinline__ const ELEMENT* keys(int tile) const {
+        return stages + tile % kStages * 2 * kTile * kPitch;
+    }
+    __device__ __forceinline__ const ELEMENT* values(int tile) const { return keys(tile) + kTile * kPitch; }
+
+    // Starts copying a tile, through the block table. Positions that the block does not read become zeros, because
+    // their slots may hold NaN.
+    __device__ __forceinline__ void start(int tile) const {
+        if (tile < end()) {
             ELEMENT* const stage = stages + tile % kStages * 2 * kTile * kPitch;
-            // Every lane looks up one position's place.
-            const int position = tile * kTile + lane % kTile;
+            // Each lane looks up the place of one position, and all lanes take it from there.
+            const int position = tile * kTile + (int)(threadIdx.x % 32) % kTile;
             long long place = -1;
-            if (position >= begin && position < end) {
-                const int block = table[position / g.block_size];
-                place = block * block_stride + static_cast<long long>(position % g.block_size) * HEAD_DIM;
+            if (read.contains(position)) {
+                const int block = table[position / block_size];
+                place = block * block_stride + static_cast<long long>(position % block_size) * HEAD_DIM;
             }
 #pragma unroll 4
             for (int i = 0; i < (kTile * kChunks + kThreads - 1) / kThreads; i++) {
                 const int index = i * kThreads + threadIdx.x, row = index / kChunks, chunk = index % kChunks;
                 const long long source = __shfl_sync(0xffffffff, place, row % kTile);
                 if (kTile * kChunks % kThreads != 0 && row >= kTile) continue;
-                const bool is_seen = source >= 0;
-                const ELEMENT* const key = is_seen ? head_cache + source + chunk * kChunk : cache;
+                const bool is_read = source >= 0;
+                const ELEMENT* const key = is_read ? head_cache + source + chunk * kChunk : cache;
                 ELEMENT* const target = stage + row * kPitch + chunk * kChunk;
-                cp_async_16_zfill(target, key, is_seen);
-                cp_async_16_zfill(target + kTile * kPitch, is_seen ? key + value_offset : cache, is_seen);
+                cp_async_16_zfill(target, key, is_read);
+                cp_async_16_zfill(target + kTile * kPitch, is_read ? key + value_offset : cache, is_read);
             }
         }
         cp_async_commit();  // also without a copy: the wait below counts groups
-    };
-
-    const float scale = __fmul_rn(g.scale, 1.4426950408889634f);  // times log2(e): weights are powers of two
-
-    // The two rows of this thread and what they see.
-    int row_begin[2], row_end[2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int row = warp * 16 + half * 8 + lane / 4, position = first_position + row / heads;
-        row_begin[half] = first_visible(position, g.window);
-        row_end[half] = row < num_rows ? position + 1 : 0;
     }
-    const bool is_idle = warp * 16 >= num_rows;
 
-    float sums[HEAD_DIM / 8][4], maximum[2], total[2];
-    auto start_split = [&] {
+    __device__ __forceinline__ void start_first() const {
+        for (int i = 0; i < kStages - 1; i++) start(first() + i);
+    }
+
+    // Waits until a tile has arrived for all threads, and starts copying the one that is kStages - 1 further on.
+    __device__ __forceinline__ void advance_to(int tile) const {
+        if constexpr (kStages > 2) {
+            cp_async_wait<kStages - 2>();
+            __syncthreads();  // the tile has arrived, and all have done with the one whose place is filled next
+            start(tile + kStages - 1);
+        } else {
+            if (tile > first()) __syncthreads();
+            start(tile + 1);
+            cp_async_wait<1>();
+            __syncthreads();
+        }
+    }
+};
+
+// Score: scores [16, kTile] = the warp's rows of queries [kRows][kPitch] times keys [kTile][kPitch] transposed.
+__device__ __forceinline__ void score(Scores& scores, const ELEMENT* queries, const ELEMENT* keys) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kTile / 8; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) scores[i][e] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / 16; k++) {
+        unsigned a[4];
+        ldmatrix_x4(a, queries + (threadIdx.x / 32 * 16 + lane % 16) * kPitch + k * 16 + lane / 16 * 8);
+#pragma unroll
+        for (int i = 0; i < kTile / 8; i += 2) {
+            unsigned b[4];
+            ldmatrix_x4(b, keys + (i * 8 + lane / 16 * 8 + lane % 8) * kPitch + k * 16 + lane / 8 % 2 * 8);
+            multiply_add(scores[i], a, b);
+            multiply_add(scores[i + 1], a, b + 2);
+        }
+    }
+}
+
+// Score: multiplies by `scale`; positions that the thread's two rows do not see get the score minus infinity.
+__device__ __forceinline__ void scale_and_mask(Scores& scores, const Range (&seen)[2], int first_position, float scale) {
+#pragma unroll
+    for (int i = 0; i < kTile / 8; i++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int position = first_position + i * 8 + (int)(threadIdx.x % 32) % 4 * 2 + e % 2;
+            scores[i][e] = seen[e / 2].contains(position) ? __fmul_rn(scores[i][e], scale) : nothing();
+        }
+    }
+}
+
+// A thread's part of the attention of its warp's 16 rows over the split that is being read.
+struct SplitState {
+    float sums[HEAD_DIM / 8][4];  // [16, HEAD_DIM]
+    float maximum[2];             // of rows g and g + 8, the same in the four threads of a row
+    float total[2];               // of the weights in this thread's columns alone
+
+    __device__ __forceinline__ void init() {
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 8; i++)
 #pragma unroll
             for (int e = 0; e < 4; e++) sums[i][e] = 0.0f;
         maximum[0] = maximum[1] = nothing();
         total[0] = total[1] = 0.0f;
-    };
+    }
 
-    start_split();
-    for (int i = 0; i < kStages - 1; i++) copy_stage(first_tile + i);
-    for (int tile = first_tile; tile < end_tile; tile++) {
-        if constexpr (kStages > 2) {
-            cp_async_wait<kStages - 2>();
-            __syncthreads();  // the tile has arrived, and all have done with the one whose place is filled next
-            copy_stage(tile + kStages - 1);
-        } else {
-            if (tile > first_tile) __syncthreads();
-            copy_stage(tile + 1);
-            cp_async_wait<1>();
-            __syncthreads();
-        }
-        if (is_idle) continue;
-        const ELEMENT* const keys = stages + tile % kStages * 2 * kTile * kPitch;
-        const ELEMENT* const values = keys + kTile * kPitch;
-
-        // scores [16, kTile] = queries keys.T
-        float scores[kTile / 8][4];
+    // Softmax: raises the maxima to those of the scores, scales what was accumulated to them, and turns the scores into
+    // weights, in place.
+    __device__ __forceinline__ void softmax(Scores& scores) {
+        float rise[2] = {maximum[0], maximum[1]};
 #pragma unroll
         for (int i = 0; i < kTile / 8; i++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) scores[i][e] = 0.0f;
-#pragma unroll
-        for (int k = 0; k < HEAD_DIM / 16; k++) {
-            unsigned a[4];
-            ldmatrix_x4(a, queries + (warp * 16 + lane % 16) * kPitch + k * 16 + lane / 16 * 8);
-#pragma unroll
-            for (int i = 0; i < kTile / 8; i += 2) {
-                unsigned b[4];
-                ldmatrix_x4(b, keys + (i * 8 + lane / 16 * 8 + lane % 8) * kPitch + k * 16 + lane / 8 % 2 * 8);
-                multiply_add(scores[i], a, b);
-                multiply_add(scores[i + 1], a, b + 2);
-            }
-        }
-
-        // Mask, scale, and the new maximum of each row: over the four threads that share it.
-        float rise[2] = {maximum[0], maximum[1]};
-#pragma unroll
-        for (int i = 0; i < kTile / 8; i++) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int position = tile * kTile + i * 8 + lane % 4 * 2 + e % 2;
-                const bool is_visible = position >= row_begin[e / 2] && position < row_end[e / 2];
-                scores[i][e] = is_visible ? __fmul_rn(scores[i][e], scale) : nothing();
-                rise[e / 2] = fmaxf(rise[e / 2], scores[i][e]);
-            }
-        }
+            for (int e = 0; e < 4; e++) rise[e / 2] = fmaxf(rise[e / 2], scores[i][e]);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             rise[half] = fmaxf(rise[half], __shfl_xor_sync(0xffffffff, rise[half], 1));
@@ -274,8 +328,6 @@ __device__ __forceinline__ void attend(
                 sums[i][half * 2 + 1] = __fmul_rn(sums[i][half * 2 + 1], factor);
             }
         }
-
-        // Weights, in place; then sums [16, HEAD_DIM] += weights values
 #pragma unroll
         for (int i = 0; i < kTile / 8; i++) {
 #pragma unroll
@@ -284,9 +336,14 @@ __device__ __forceinline__ void attend(
                 total[e / 2] = __fadd_rn(total[e / 2], scores[i][e]);
             }
         }
+    }
+
+    // Accumulate: sums [16, HEAD_DIM] += weights [16, kTile] values [kTile][kPitch]
+    __device__ __forceinline__ void accumulate(const Scores& weights, const ELEMENT* values) {
+        const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int k = 0; k < kTile / 16; k++) {
-            const float *left = scores[k * 2], *right = scores[k * 2 + 1];
+            const float *left = weights[k * 2], *right = weights[k * 2 + 1];
             const unsigned a[4] = {
                 pack(left[0], left[1]), pack(left[2], left[3]), pack(right[0], right[1]), pack(right[2], right[3])};
 #pragma unroll
@@ -297,56 +354,128 @@ __device__ __forceinline__ void attend(
                 multiply_add(sums[i + 1], a, b + 2);
             }
         }
+    }
 
-        // At the end of a split, merge it into the result.
-        if ((tile + 1) % (KV_SPLIT / kTile) != 0 && tile + 1 < end_tile) continue;
+    // Merge: adds the split, which ends here, to the warp's rows of the results [kRows] in shared memory.
+    __device__ __forceinline__ void merge_into(Record* results) {
+        const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             total[half] = __fadd_rn(total[half], __shfl_xor_sync(0xffffffff, total[half], 1));
             total[half] = __fadd_rn(total[half], __shfl_xor_sync(0xffffffff, total[half], 2));
-            float* const result = results + (warp * 16 + half * 8 + lane / 4) * kRecord;
-            const float merged_maximum = fmaxf(result[HEAD_DIM], maximum[half]);
-            const float merged_scale = rescale(result[HEAD_DIM], merged_maximum);
+            Record& result = results[threadIdx.x / 32 * 16 + half * 8 + lane / 4];
+            const float merged_maximum = fmaxf(result.maximum, maximum[half]);
+            const float merged_scale = rescale(result.maximum, merged_maximum);
             const float split_scale = rescale(maximum[half], merged_maximum);
             __syncwarp();  // the maximum has been read by all four threads of the row
             if (lane % 4 == 0) {
-                result[HEAD_DIM] = merged_maximum;
-                result[HEAD_DIM + 1] = merge(result[HEAD_DIM + 1], merged_scale, total[half], split_scale);
+                result.maximum = merged_maximum;
+                result.total = merge(result.total, merged_scale, total[half], split_scale);
             }
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 8; i++) {
-                float2* const place = reinterpret_cast<float2*>(result + i * 8 + lane % 4 * 2);
+                float2* const place = reinterpret_cast<float2*>(result.sums + i * 8 + lane % 4 * 2);
                 place->x = merge(place->x, merged_scale, sums[i][half * 2], split_scale);
                 place->y = merge(place->y, merged_scale, sums[i][half * 2 + 1], split_scale);
             }
         }
         __syncwarp();
-        start_split();
+    }
+};
+
+// Merge: the warp's rows of the results [kRows] before the first split.
+__device__ __forceinline__ void init_results(Record* results, int warp) {
+    for (int i = threadIdx.x % 32; i < 16 * kRecord; i += 32) {
+        reinterpret_cast<float*>(results)[warp * 16 * kRecord + i] = i % kRecord == HEAD_DIM ? nothing() : 0.0f;
+    }
+}
+
+// Store: the results of a warp's 16 rows from `first_row` on, which are heads of one token, as split blockIdx.z of
+// partials [num_sequences, num_query_heads, max_splits].
+__device__ __forceinline__ void store_partials(
+    Record* __restrict__ partials, const Record* results, int first_row, const QueryTile& tile, const Geometry& g) {
+    for (int i = threadIdx.x % 32; i < 16 * kRecordParts; i += 32) {
+        const int row = first_row + i / kRecordParts, part = i % kRecordParts;
+        if (row >= tile.num_rows) continue;
+        const long long head = static_cast<long long>(tile.sequence) * g.num_query_heads + tile.first_head + row;
+        Record* const record = partials + (head * g.max_splits + blockIdx.z);
+        reinterpret_cast<float4*>(record)[part] = reinterpret_cast<const float4*>(results + row)[part];
+    }
+}
+
+// Store: sums / total of a warp's 16 rows from `first_row` on to out [num_tokens, num_query_heads, HEAD_DIM].
+__device__ __forceinline__ void store_quotients(
+    ELEMENT* __restrict__ out, const Record* results, int first_row, const QueryTile& tile, int num_query_heads) {
+    for (int i = threadIdx.x % 32; i < 16 * kChunks; i += 32) {
+        const int row = first_row + i / kChunks, chunk = i % kChunks;
+        if (row >= tile.num_rows) continue;
+        const Record& result = results[row];
+        const float4 low = *reinterpret_cast<const float4*>(result.sums + chunk * kChunk);
+        const float4 high = *reinterpret_cast<const float4*>(result.sums + chunk * kChunk + 4);
+        const uint4 packed = make_uint4(
+            pack_quotients(low.x, low.y, result.total), pack_quotients(low.z, low.w, result.total),
+            pack_quotients(high.x, high.y, result.total), pack_quotients(high.z, high.w, result.total));
+        ELEMENT* const place = out + tile.head_of(row, num_query_heads) * HEAD_DIM + chunk * kChunk;
+        *reinterpret_cast<uint4*>(place) = packed;
+    }
+}
+
+template <int kWarps, int kStages>
+__device__ __forceinline__ void attend(
+    const ELEMENT* __restrict__ query, const ELEMENT* __restrict__ cache, const int* __restrict__ positions,
+    const int* __restrict__ cu_seqlens, const int* __restrict__ rows, const int* __restrict__ block_tables,
+    ELEMENT* __restrict__ out, float* __restrict__ partials, const Geometry& g) {
+    constexpr int kRows = kWarps * 16;
+    extern __shared__ __align__(16) ELEMENT shared[];
+    ELEMENT* const stages = shared;                                               // [kStages][K, V][kTile][kPitch]
+    ELEMENT* const queries = stages + kStages * 2 * kTile * kPitch;               // [kRows][kPitch]
+    Record* const results = reinterpret_cast<Record*>(queries + kRows * kPitch);  // [kRows], the splits merged so far
+
+    QueryTile queried;
+    if (!queried.find_queries<kRows>(cu_seqlens, g)) return;
+    queried.find_positions(positions, g);
+    if (queried.is_split) {
+        queried.take_split();
+        if (queried.read.begin >= queried.read.end) return;
+    } else if (blockIdx.z > 0) {
+        return;
+    }
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_row = warp * 16;
+    const bool is_idle = first_row >= queried.num_rows;
+    const Range seen[2] = {
+        queried.seen_by(first_row + lane / 4, g.window), queried.seen_by(first_row + lane / 4 + 8, g.window)};
+    const float scale = __fmul_rn(g.scale, 1.4426950408889634f);  // times log2(e): weights are powers of two
+    load_queries<kRows>(queries, query, queried, g.num_query_heads);
+    init_results(results, warp);
+
+    const long long head_stride = static_cast<long long>(g.block_size) * HEAD_DIM;
+    const long long value_offset = g.num_kv_heads * head_stride, block_stride = g.num_layers * 2 * value_offset;
+    const ELEMENT* const head_cache = cache + g.layer * 2 * value_offset + queried.kv_head * head_stride;
+    const int* const table = block_tables + static_cast<long long>(rows[queried.sequence]) * g.table_width;
+    const KvTiles<kWarps * 32, kStages> tiles = {stages, cache, head_cache, table, block_stride, value_offset,
+                                                 g.block_size, queried.read};
+    SplitState split;
+    split.init();
+    tiles.start_first();
+    for (int tile = tiles.first(); tile < tiles.end(); tile++) {
+        tiles.advance_to(tile);
+        if (is_idle) continue;
+        Scores scores;
+        score(scores, queries, tiles.keys(tile));
+        scale_and_mask(scores, seen, tile * kTile, scale);
+        split.softmax(scores);
+        split.accumulate(scores, tiles.values(tile));
+        if ((tile + 1) % (KV_SPLIT / kTile) == 0 || tile + 1 == tiles.end()) {
+            split.merge_into(results);
+            split.init();
+        }
     }
     cp_async_wait<0>();
     if (is_idle) return;
-
-    if (is_split) {  // the rows of the one token are heads
-        for (int i = lane; i < 16 * (kRecord / 4); i += 32) {
-            const int row = warp * 16 + i / (kRecord / 4), part = i % (kRecord / 4);
-            if (row >= num_rows) continue;
-            const long long head = static_cast<long long>(sequence) * g.num_query_heads + first_head + row;
-            float* const record = partials + (head * g.max_splits + blockIdx.z) * kRecord;
-            reinterpret_cast<float4*>(record)[part] = reinterpret_cast<const float4*>(results + row * kRecord)[part];
-        }
-        return;
-    }
-    for (int i = lane; i < 16 * kChunks; i += 32) {
-        const int row = warp * 16 + i / kChunks, chunk = i % kChunks;
-        if (row >= num_rows) continue;
-        const float* const result = results + row * kRecord;
-        const float4 low = *reinterpret_cast<const float4*>(result + chunk * kChunk);
-        const float4 high = *reinterpret_cast<const float4*>(result + chunk * kChunk + 4);
-        const float total_weight = result[HEAD_DIM + 1];
-        const uint4 packed = make_uint4(
-            pack_quotients(low.x, low.y, total_weight), pack_quotients(low.z, low.w, total_weight),
-            pack_quotients(high.x, high.y, total_weight), pack_quotients(high.z, high.w, total_weight));
-        *reinterpret_cast<uint4*>(out + head_of(row) * HEAD_DIM + chunk * kChunk) = packed;
+    if (queried.is_split) {
+        store_partials(reinterpret_cast<Record*>(partials), results, first_row, queried, g);
+    } else {
+        store_quotients(out, results, first_row, queried, g.num_query_heads);
     }
 }
 

@@ -140,3 +140,14 @@ class Model:
     def assert_close(self, spans: list[Span], attended: list[Floats]) -> None:
         for span, out in zip(spans, attended, strict=True):
             np.testing.assert_allclose(out, self.expected(span), rtol=0, atol=TOLERANCES[self.element])
+
+
+class LowScores(Model):
+    """Every score is near -200: a constant in the first element of the keys, its negative in that of the queries."""
+
+    def vectors(self, row: int) -> tuple[Array, Array, Array]:
+        """As for any model; the other elements still tell the positions apart."""
+        query, key, value = super().vectors(row)
+        size = (200 / self.scale) ** 0.5
+        query[..., 0], key[..., 0] = -size, size
+        return query, key, value

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipaged.ops.cuda.ops import HEAD_DIMS
-from tests.ops.cuda.attention_model import ELEMENTS, NUM_LAYERS, SPLIT, TOLERANCES, Array, Model, Span
+from tests.ops.cuda.attention_model import ELEMENTS, NUM_LAYERS, SPLIT, TOLERANCES, Array, LowScores, Model, Span
 from tests.ops.cuda.emulated import Order
 
 
@@ -83,6 +83,17 @@ def test_no_fault_in_check_mode(head_dim: int, element: str) -> None:
     model.assert_close(mixed, model.attend(mixed, order=Order.SHUFFLED, checked=True))
     decoded = [Span(row, length - 1, length) for row, length in enumerate(model.lengths)]
     model.assert_close(decoded, model.attend(decoded, "attention_decode", Order.SHUFFLED, checked=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_scores_far_below_zero_have_the_weights_of_their_differences(element: str, head_dim: int) -> None:
+    """No exponential of such a score is above 0 in float32: a maximum that began at 0 would leave a total of 0."""
+    model = LowScores(element, 2, 3, head_dim, 16, (SPLIT + 17, 2 * SPLIT, 5), window=None, seed=5)
+    chunks = [Span(0, SPLIT - 10, SPLIT + 17), Span(1, 2 * SPLIT - 1, 2 * SPLIT), Span(2, 0, 5)]
+    model.assert_close(chunks, model.attend(chunks))
+    decoded = [Span(row, length - 1, length) for row, length in enumerate(model.lengths)]
+    model.assert_close(decoded, model.attend(decoded, "attention_decode"))
 
 
 def test_nan_that_is_seen_comes_out_in_its_own_rows_alone() -> None:

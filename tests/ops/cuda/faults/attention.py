@@ -32,20 +32,20 @@ FAULTS = (
     Fault(
         "attention",
         "result not yet complete",
-        "__syncwarp();\n        start_split",
-        "start_split",
+        "__syncwarp();\n    }\n};",
+        "}\n};",
         "race in shared memory",
     ),
     Fault(
         "attention",
         "next block of the table",
-        "table[position / g.block_size]",
-        "table[position / g.block_size + 1]",
+        "table[position / block_size]",
+        "table[position / block_size + 1]",
         "wild 16-byte read",
     ),
     Fault("attention", "sees one position too many", "position + 1 : 0", "position + 2 : 0", WRONG_NUMBERS),
     Fault(
-        "attention", "sees slots of nobody", "position >= begin && position < end", "position < end + 8", WRONG_NUMBERS
+        "attention", "sees slots of nobody", "read.contains(position)", "(position < read.end + 8)", WRONG_NUMBERS
     ),
     Fault(
         "attention",
@@ -54,7 +54,7 @@ FAULTS = (
         "split_scale = 1.0f",
         WRONG_NUMBERS,
     ),
-    Fault("attention", "rows of nobody written", "if (row >= num_rows) continue;", "", "argument 7"),
+    Fault("attention", "rows of nobody written", "if (row >= tile.num_rows) continue;", "", "argument 7"),
     Fault(
         "attention",
         "combine begins late",
@@ -75,6 +75,13 @@ FAULTS = (
         "maximum of half a row",
         "__shfl_xor_sync(0xffffffff, rise[half], 2)",
         "__shfl_xor_sync(0xffffffff, rise[half], 1)",
+        WRONG_NUMBERS,
+    ),
+    Fault(
+        "attention",
+        "a maximum that begins at zero",
+        "maximum[0] = maximum[1] = nothing();",
+        "maximum[0] = maximum[1] = 0.0f;",
         WRONG_NUMBERS,
     ),
     Fault("attention", "first layer always", "g.layer * 2 * value_offset", "0", WRONG_NUMBERS),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from minipaged.ops.base import Bias, Penalties, SamplingBatch
 from minipaged.ops.reference import sampling as reference_sampling
 from tests.ops.cuda import attention_model, sampling_kernels
-from tests.ops.cuda.attention_model import SPLIT, Model, Span
+from tests.ops.cuda.attention_model import SPLIT, LowScores, Model, Span
 from tests.ops.cuda.emulated import Argument, Execution, Module
 from tests.ops.cuda.faults.apart import ModuleApart
 from tests.ops.cuda.kernels import Array, poisoned
@@ -168,16 +168,21 @@ def run_gated_linear(module: ModuleApart, execution: Execution) -> None:
 
 
 def run_attention(module: ModuleApart, execution: Execution) -> None:
-    """A chunk across two splits, one within the second, a short prompt and decoded tokens, with a window."""
+    """A chunk across two splits, one within the second, a short prompt and decoded tokens, with a window.
+
+    Then the same with scores far below zero, whose exponentials are 0 unless the maximum is subtracted first.
+    """
     lengths = (SPLIT + 17, 2 * SPLIT, 5, SPLIT + 30)
     model = Model("__half", 2, 3, 80, 16, lengths, window=SPLIT + 20, seed=1)
+    low = LowScores("__half", 2, 3, 80, 16, lengths, window=SPLIT + 20, seed=1)
     chunks = [Span(1, 2 * SPLIT - 1, 2 * SPLIT), Span(0, SPLIT - 10, SPLIT + 17), Span(2, 0, 5)]
     chunks += [Span(3, SPLIT + 20, SPLIT + 23)]
     decoded = [Span(row, length - 1, length) for row, length in enumerate(model.lengths)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_model, "load", lambda *_, **__: module)
         for spans, name in ((chunks, "attention"), (decoded, "attention_decode")):
-            model.assert_close(spans, model.attend(spans, name, execution.order))
+            for each in (model, low):
+                each.assert_close(spans, each.attend(spans, name, execution.order))
 
 
 VOCAB_SIZE = 700
