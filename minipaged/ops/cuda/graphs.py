@@ -11,7 +11,8 @@ import numpy as np
 from minipaged.ops.base import Batch
 from minipaged.ops.cuda.batch import DeviceBatch
 from minipaged.ops.cuda.errors import cuda_errors, error_classes, is_out_of_memory
-from minipaged.ops.cuda.workspace import Workspace, WorkspaceFullError
+from minipaged.ops.cuda.workspace import Workspace
+from minipaged.ops.workspace import WorkspaceFullError
 
 if TYPE_CHECKING:
     import cupy

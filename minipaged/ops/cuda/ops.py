@@ -41,8 +41,9 @@ from minipaged.ops.cuda.sampling import Sampler
 from minipaged.ops.cuda.staging import Staging
 from minipaged.ops.cuda.transfers import BlockTransfers
 from minipaged.ops.cuda.weights import DEVICE_TYPES, WeightLoader
-from minipaged.ops.cuda.workspace import NO_MEMORY, Workspace, WorkspaceFullError
+from minipaged.ops.cuda.workspace import NO_MEMORY, Workspace
 from minipaged.ops.tensor import HostTensor
+from minipaged.ops.workspace import WorkspaceFullError
 from minipaged.progress import Progress
 
 if TYPE_CHECKING:

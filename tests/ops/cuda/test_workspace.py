@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipaged.ops.cuda.memory import CudaMemory
-from minipaged.ops.cuda.workspace import Workspace, WorkspaceFullError
+from minipaged.ops.cuda.workspace import Workspace
+from minipaged.ops.workspace import WorkspaceFullError
 from tests.ops.cuda.fake_gpu import Gpu
 from tests.ops.cuda.machine import use_fake_gpu
 
