@@ -27,7 +27,7 @@ from minipaged.ops.reference.ops import ReferenceOps
 from minipaged.params import SamplingParams
 from minipaged.scheduling.request import Request
 from minipaged.scheduling.scheduler import Scheduler
-from minipaged.step import StepResult
+from minipaged.step import SequenceResult, StepPlan, StepResult
 
 VOCAB_SIZE = 50_000
 STEPS = 200
@@ -73,7 +73,6 @@ class Host:
             self.config,
             vocab_size=VOCAB_SIZE,
             max_model_len=max_model_len,
-            eos_token_ids=(),
         )
         self.parts: list[tuple[float, float, float]] = []
         self.is_prefilling = True
@@ -87,11 +86,16 @@ class Host:
         arrays = self.runner.prepare(plan)
         self.runner.upload(arrays)
         prepared = time.perf_counter()
-        tokens = [1] * (len(plan.decode_rows) + sum(chunk.samples for chunk in plan.chunks))
-        result = StepResult(plan.id, tokens)
+        result = StepResult(plan.id, results(plan))
         committing = time.perf_counter()
         self.scheduler.commit(result)
         self.parts.append((planned - started, prepared - planned, time.perf_counter() - committing))
+
+
+def results(plan: StepPlan) -> list[SequenceResult]:
+    """Token 1 wherever one is chosen."""
+    chosen = [(row, True) for row in plan.decode_rows] + [(chunk.row, chunk.samples) for chunk in plan.chunks]
+    return [SequenceResult(row, (1,) if samples else ()) for row, samples in chosen]
 
 
 def decode_step(running: int, length: int) -> tuple[float, float, float, float]:
@@ -124,7 +128,7 @@ def admission(length: int, *, cached: bool) -> float:
         times.append(time.perf_counter() - started)
         assert plan is not None
         assert plan.admissions
-        host.scheduler.commit(StepResult(plan.id, [1]))
+        host.scheduler.commit(StepResult(plan.id, results(plan)))
         host.scheduler.abort(request)
         assert request.cached_tokens == (length - 1) // 16 * 16 * (cached and number > 0)
     return statistics.median(times) * 1e6

@@ -159,6 +159,5 @@ def _make_runner(
         config,
         vocab_size=model.vocab_size,
         max_model_len=capacity.max_model_len,
-        eos_token_ids=model.eos_token_ids,
     )
     return capacity, runner

@@ -54,6 +54,8 @@ class Batch(Generic[Array]):
     """int32 [N]: the indices into T whose logits are wanted."""
     next_positions: Array
     """uint32 [N]: the position after each of those, that of the token to be chosen."""
+    device_part: object = None
+    """What `Ops.upload_batch` adds for the device's own use: what the host must know to launch kernels, say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from minipaged.ops.base import (
     SamplingBatch,
     StepLimits,
 )
-from minipaged.ops.cuda.batch import DeviceBatch, Step, StepBuffer, aligned, put
+from minipaged.ops.cuda.batch import StepBuffer, aligned, device_part, put
 from minipaged.ops.cuda.errors import cuda_errors, error_classes
 from minipaged.ops.cuda.graphs import Graphs, graph_size
 from minipaged.ops.cuda.kernels import GATED, LINEAR, LOGITS, CudaKernels, Tile, tile_for
@@ -80,7 +80,6 @@ class CudaOps:
         self._uploads = Workspace(self._memory)
         self._graphs = Graphs(self._stream, self._workspace)
         self._transfers = BlockTransfers(self._stream)
-        self._step: Step | None = None
         self._scratch_bytes = 0
 
     # Loading
@@ -144,8 +143,7 @@ class CudaOps:
 
         def run(num_tokens: int) -> None:
             batch = self._steps.of_size((num_tokens, limits.max_sequences, limits.max_sequences))
-            self._step = Step(batch, None)
-            result = logits(batch.batch, cache)
+            result = logits(batch, cache)
             self._take(result.shape, result.dtype)  # where they are adjusted
 
         self._kernels.is_counting = True
@@ -154,7 +152,6 @@ class CudaOps:
             needed = [self._workspace.count(partial(run, size)) for size in sizes]
         finally:
             self._kernels.is_counting = False
-            self._step = None
         self._scratch_bytes = prod(_block_shape(shape)) * self._dtype.itemsize
         self._workspace.allocate(max(needed), "the arrays of a step")
         self._uploads.allocate(UPLOAD_BYTES, "settings of requests")
@@ -196,8 +193,7 @@ class CudaOps:
         padded_size = None
         if self._use_graphs and len(batch.token_ids) == len(batch.rows) == len(batch.sampled):
             padded_size = min(graph_size(len(batch.rows)), self._steps.limits.max_sequences)
-        self._step = self._steps.send(batch, changed, padded_size)
-        return self._step.exact.batch
+        return self._steps.send(batch, changed, padded_size)
 
     def download(self, array: cupy.ndarray) -> NDArray[np.float32]:
         """When all that was launched is done."""
@@ -221,9 +217,9 @@ class CudaOps:
         self, function: Callable[[Batch[cupy.ndarray]], cupy.ndarray], batch: Batch[cupy.ndarray]
     ) -> cupy.ndarray:
         """A decode by its graph, if it has one; all else kernel by kernel."""
-        step = self._step
-        if step is not None and step.padded is not None and batch is step.exact.batch:
-            result = self._graphs.run(function, step.padded, len(batch.rows))
+        padded = device_part(batch).padded
+        if padded is not None:
+            result = self._graphs.run(function, padded, len(batch.rows))
             if result is not None:
                 return result
         return function(batch)
@@ -327,9 +323,9 @@ class CudaOps:
         """So many sequences at a time that the results of their splits do not take too much memory."""
         num_tokens, num_query_heads, head_dim = query.shape
         _, num_layers, _, num_kv_heads, block_size, _ = cache.shape
-        step = self._described(batch)
-        tile = self._kernels.attention_decode if step.is_decode else self._kernels.attention_any
-        group, num_splits, num_sequences = num_query_heads // num_kv_heads, step.num_splits, len(batch.rows)
+        part, is_decode = device_part(batch), num_tokens == len(batch.rows)
+        tile = self._kernels.attention_decode if is_decode else self._kernels.attention_any
+        group, num_splits, num_sequences = num_query_heads // num_kv_heads, part.num_splits, len(batch.rows)
         most_partials = max(MOST_PARTIALS, self._steps.most_splits)
         most = most_partials // num_splits
 
@@ -341,7 +337,7 @@ class CudaOps:
         for first in range(0, num_sequences, most):
             end = min(first + most, num_sequences)
             starts, count = batch.cu_seqlens[first : end + 1], end - first
-            launched_tokens = int(step.cu_seqlens[end] - step.cu_seqlens[first])
+            launched_tokens = int(part.cu_seqlens[end] - part.cu_seqlens[first])
             grid = (
                 launched_tokens // max(1, tile.rows // group) + count,
                 num_kv_heads * -(-group // tile.rows),
@@ -357,14 +353,6 @@ class CudaOps:
                 merged = (partials, batch.positions, starts, out, *numbers)
                 self._kernels.launch("attention_combine", (count, num_query_heads), head_dim // 4, merged)
         return out
-
-    def _described(self, batch: Batch[cupy.ndarray]) -> DeviceBatch:
-        """What the host knows of the batch, which is that of this step."""
-        assert self._step is not None, "there is no step yet"
-        for described in (self._step.exact, self._step.padded):
-            if described is not None and described.batch is batch:
-                return described
-        raise AssertionError("attention over a batch that is not the latest one")
 
     def take(self, x: cupy.ndarray, indices: cupy.ndarray) -> cupy.ndarray:
         """Rows of x."""
