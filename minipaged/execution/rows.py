@@ -22,8 +22,10 @@ class StepArrays:
     """[T], sequence after sequence"""
     positions: Int32
     """[T]"""
+    kv_extents: Int32
+    """[T]: how many tokens' KV of its sequence each token sees, its own as the last"""
     slots: Int64
-    """[T]: block * block_size + position % block_size"""
+    """[T]: block * block_size + (kv_extent - 1) % block_size"""
     cu_seqlens: Int32
     """[S + 1]: tokens [cu_seqlens[s], cu_seqlens[s + 1]) belong to sequence s."""
     rows: Int32
@@ -51,6 +53,7 @@ class StepArrays:
         return StepArrays(
             token_ids=self.token_ids[tokens],
             positions=self.positions[tokens],
+            kv_extents=self.kv_extents[tokens],
             slots=self.slots[tokens],
             cu_seqlens=cu_seqlens,
             rows=self.rows[sequences],
@@ -79,6 +82,7 @@ class Rows:
         self._max_model_len = max_model_len
         self._admissions: dict[int, Admission] = {}
         self._num_computed = np.zeros(max_running, np.int32)
+        self._kv_extent = np.zeros(max_running, np.int32)  # tokens whose KV is in the blocks
         self._last_token = np.zeros(max_running, np.int32)
         self._decodes = np.zeros(max_running, np.bool_)
         self._tables = np.full((max_running, -(-max_model_len // block_size)), -1, np.int32)
@@ -156,7 +160,7 @@ class Rows:
     def _admit(self, admission: Admission) -> None:
         row, known = admission.row, len(admission.token_ids)
         self._admissions[row] = admission
-        self._num_computed[row] = admission.num_computed
+        self._num_computed[row] = self._kv_extent[row] = admission.num_computed
         self._last_token[row] = admission.token_ids[-1]
         self._decodes[row] = admission.num_computed == known - 1
         self._tables[row] = -1
@@ -176,12 +180,13 @@ class Rows:
             self._decode_cu_seqlens = np.arange(len(decode_rows) + 1, dtype=np.int32)
         rows, starts = self._decode_array, self._decode_cu_seqlens
         positions = self._num_computed[rows]
-        next_positions = positions + np.int32(1)
-        self._num_computed[rows] = next_positions
+        next_positions, kv_extents = positions + np.int32(1), self._kv_extent[rows] + np.int32(1)
+        self._num_computed[rows], self._kv_extent[rows] = next_positions, kv_extents
         return StepArrays(
             token_ids=self._last_token[rows],
             positions=positions,
-            slots=self._slots(rows, positions),
+            kv_extents=kv_extents,
+            slots=self._slots(rows, kv_extents),
             cu_seqlens=starts,
             rows=rows,
             sampling=starts[:-1],
@@ -193,12 +198,15 @@ class Rows:
 
     def _with_chunks(self, decodes: StepArrays, chunks: tuple[Chunk, ...]) -> StepArrays:
         num_decodes = len(decodes.rows)
-        token_ids, positions, slots = [decodes.token_ids], [decodes.positions], [decodes.slots]
+        token_ids, positions = [decodes.token_ids], [decodes.positions]
+        kv_extents, slots = [decodes.kv_extents], [decodes.slots]
         for row, start, num_tokens, samples, _ in chunks:
             end = start + num_tokens
             token_ids.append(np.array(self._admissions[row].token_ids[start:end], np.int32))
             positions.append(np.arange(start, end, dtype=np.int32))
-            slots.append(self._slots(np.int32(row), positions[-1]))
+            kv_extents.append(self._kv_extent[row] + np.arange(1, num_tokens + 1, dtype=np.int32))
+            slots.append(self._slots(np.int32(row), kv_extents[-1]))
+            self._kv_extent[row] += num_tokens
             self._num_computed[row] = end
             self._decodes[row] = samples
         rows = np.concatenate([decodes.rows, np.array([chunk.row for chunk in chunks], np.int32)])
@@ -213,6 +221,7 @@ class Rows:
         return StepArrays(
             token_ids=np.concatenate(token_ids),
             positions=all_positions,
+            kv_extents=np.concatenate(kv_extents),
             slots=np.concatenate(slots),
             cu_seqlens=cu_seqlens,
             rows=rows,
@@ -224,8 +233,9 @@ class Rows:
             prompt_logprobs=tuple(num_decodes + i for i, chunk in enumerate(chunks) if chunk.prompt_logprobs),
         )
 
-    def _slots(self, rows: Int32 | np.int32, positions: Int32) -> Int64:
-        columns, offsets = np.divmod(positions, np.int32(self._block_size))
+    def _slots(self, rows: Int32 | np.int32, kv_extents: Int32) -> Int64:
+        """Where the KV of the last token of each extent stands."""
+        columns, offsets = np.divmod(kv_extents - np.int32(1), np.int32(self._block_size))
         blocks: Int64 = self._tables[rows, columns].astype(np.int64)
         return blocks * self._block_size + offsets
 

@@ -82,7 +82,7 @@ class KVLayout:
         )
 
 
-def kv_layout(
+def grouped_query_layout(
     *, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, element_type: ElementType
 ) -> KVLayout:
     """The layout of grouped-query attention: K and V alike, 2 x layers x KV heads x head_dim elements a token."""

@@ -27,6 +27,7 @@ FIELDS: tuple[tuple[str, DTypeLike], ...] = (
     ("slots", np.int64),
     ("token_ids", np.int32),
     ("positions", np.int32),
+    ("kv_extents", np.int32),
     ("cu_seqlens", np.int32),
     ("rows", np.int32),
     ("sampled", np.int32),
@@ -110,7 +111,7 @@ class StepBuffer:
         assert num_tokens <= self.limits.max_tokens, f"{num_tokens} tokens in a step"
         assert num_sequences <= self.limits.max_sequences, f"{num_sequences} sequences in a step"
         arrays = {name: np.asarray(getattr(batch, name), dtype) for name, dtype in FIELDS}
-        num_splits = int(arrays["positions"].max()) // self._kernels.kv_split + 1
+        num_splits = -(-int(arrays["kv_extents"].max()) // self._kernels.kv_split)
         cu_seqlens = arrays["cu_seqlens"].astype(np.int32, copy=False)
         if padded_size is None:
             self._send(arrays, sizes, *self._changes(batch.block_tables, changed))
@@ -173,6 +174,7 @@ class StepBuffer:
             "slots": self._scratch_block * self._block_size + slots,
             "token_ids": np.zeros(count),
             "positions": np.zeros(count),
+            "kv_extents": np.ones(count),
             "cu_seqlens": filling + 1,
             "rows": np.full(count, self.limits.max_sequences),
             "sampled": filling,
@@ -214,7 +216,7 @@ def _layout(sizes: Sizes, num_changes: int) -> _Layout:
 def _counts(sizes: Sizes) -> tuple[int, ...]:
     """Elements of each of FIELDS."""
     num_tokens, num_sequences, num_sampled = sizes
-    return num_tokens, num_tokens, num_tokens, num_sequences + 1, num_sequences, num_sampled, num_sampled
+    return num_tokens, num_tokens, num_tokens, num_tokens, num_sequences + 1, num_sequences, num_sampled, num_sampled
 
 
 def aligned(offset: int) -> int:

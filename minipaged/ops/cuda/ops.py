@@ -11,20 +11,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from minipaged.errors import ConfigError, UnsupportedModelError
+from minipaged.kv.layout import ElementType, KVLayout
 from minipaged.ops.base import (
     Batch,
     Bias,
-    CacheShape,
     Dimensions,
     ElementTypes,
     HostArray,
+    KVPool,
     Penalties,
     PendingCopy,
     Sampled,
@@ -72,7 +72,7 @@ class CudaOps:
 
         self._cupy = cupy
         self._use_graphs = graphs
-        self.kv_dtype = ""
+        self.kv_dtype: ElementType = "float16"
         with cuda_errors("be used"):
             self._memory = CudaMemory()
             self._stream: cupy.cuda.Stream = cupy.cuda.Stream(non_blocking=True)
@@ -135,12 +135,13 @@ class CudaOps:
     def reserve(
         self,
         limits: StepLimits,
-        shape: CacheShape,
-        logits: Callable[[Batch[cupy.ndarray], cupy.ndarray], cupy.ndarray],
+        layout: KVLayout,
+        logits: Callable[[Batch[cupy.ndarray], KVPool[cupy.ndarray]], cupy.ndarray],
     ) -> None:
         """The forward passes of a step with the most tokens and of a decode with the most sequences are tried out."""
-        self._steps = StepBuffer(self._memory, self._kernels, self._stream, limits, shape.block_size)
-        cache = self._memory.array(NO_MEMORY, (1, *_block_shape(shape)), self._dtype, None)
+        self._steps = StepBuffer(self._memory, self._kernels, self._stream, limits, layout.block_size)
+        nothing = self._memory.array(NO_MEMORY, (1, self._block_elements(layout)), self._dtype, None)
+        cache = KVPool(layout, 1, nothing)
 
         def run(num_tokens: int) -> None:
             batch = self._steps.of_size((num_tokens, limits.max_sequences, limits.max_sequences))
@@ -155,24 +156,26 @@ class CudaOps:
         finally:
             self._kernels.is_counting = False
             self._step = None
-        self._scratch_bytes = prod(_block_shape(shape)) * self._dtype.itemsize
+        self._scratch_bytes = layout.bytes_per_block
         self._workspace.allocate(max(needed), "the arrays of a step")
         self._uploads.allocate(UPLOAD_BYTES, "settings of requests")
 
-    def allocate_cache(self, shape: CacheShape, dtype: str) -> cupy.ndarray:
-        """Zeros, and one block behind them for the tokens that fill up a decode."""
-        dimensions = (shape.num_blocks + 1, *_block_shape(shape))
-        cache = self._memory.allocate(dimensions, self._dtype, f"{shape.num_blocks} KV blocks")
+    def allocate_cache(self, layout: KVLayout, num_blocks: int) -> KVPool[cupy.ndarray]:
+        """Elements [num_blocks, elements of a block]; one block more for the tokens that fill up a decode."""
+        dimensions = (num_blocks + 1, self._block_elements(layout))
+        blocks = self._memory.allocate(dimensions, self._dtype, f"{num_blocks} KV blocks")
         with cuda_errors("clear the KV blocks"):
-            self._cupy.cuda.runtime.memsetAsync(cache.data.ptr, 0, cache.nbytes, self._stream.ptr)
-        self._steps.use_scratch_block(shape.num_blocks)
-        return cache[: shape.num_blocks]
+            self._cupy.cuda.runtime.memsetAsync(blocks.data.ptr, 0, blocks.nbytes, self._stream.ptr)
+        self._steps.use_scratch_block(num_blocks)
+        return KVPool(layout, num_blocks, blocks[:num_blocks])
 
-    def allocate_host_cache(self, shape: CacheShape, dtype: str) -> NDArray[np.uint8]:
+    def allocate_host_cache(self, layout: KVLayout, num_blocks: int) -> NDArray[np.uint8]:
         """Page-locked."""
-        block_bytes = prod(_block_shape(shape)) * self._dtype.itemsize
-        pool = self._memory.allocate_pinned(shape.num_blocks * block_bytes, f"{shape.num_blocks} swapped KV blocks")
-        return pool.reshape(shape.num_blocks, block_bytes)
+        size = num_blocks * layout.bytes_per_block
+        return self._memory.allocate_pinned(size, f"{num_blocks} swapped KV blocks").reshape(num_blocks, -1)
+
+    def _block_elements(self, layout: KVLayout) -> int:
+        return layout.bytes_per_block // self._dtype.itemsize
 
     def upload(self, array: HostArray) -> cupy.ndarray:
         """A copy that is on its way; the caller may reuse its buffer."""
@@ -298,27 +301,28 @@ class CudaOps:
         self,
         qkv: cupy.ndarray,
         rope: cupy.ndarray,
-        cache: cupy.ndarray,
+        cache: KVPool[cupy.ndarray],
         layer: int,
         batch: Batch[cupy.ndarray],
         num_query_heads: int,
         norms: tuple[cupy.ndarray, cupy.ndarray, float] | None,
     ) -> cupy.ndarray:
         """The rotated q, [T, num_query_heads, head_dim]."""
-        _, num_layers, _, num_kv_heads, block_size, head_dim = cache.shape
+        keys = cache.layout.keys
+        num_kv_heads, head_dim = keys.num_heads, keys.width
         num_tokens, num_heads = len(qkv), num_query_heads + 2 * num_kv_heads
         query = self._take((num_tokens, num_query_heads, head_dim), self._dtype)
         q_norm, k_norm, eps = norms or (None, None, 0.0)
-        sizes = (num_query_heads, num_kv_heads, num_layers, layer, block_size)
-        arrays = (qkv, rope, batch.positions, batch.slots, q_norm, k_norm, query, cache)
-        arguments = (*arrays, *map(np.int32, sizes), np.float32(eps))
+        arrays = (qkv, rope, batch.positions, batch.slots, q_norm, k_norm, query, cache.data)
+        sizes = map(np.int32, (num_query_heads, num_kv_heads, cache.layout.block_size))
+        arguments = (*arrays, *sizes, *kv_strides(cache.layout, layer), np.float32(eps))
         self._kernels.launch("rope_and_cache", (num_tokens, -(-num_heads // 4)), 128, arguments)
         return query
 
     def paged_attention(
         self,
         query: cupy.ndarray,
-        cache: cupy.ndarray,
+        cache: KVPool[cupy.ndarray],
         layer: int,
         batch: Batch[cupy.ndarray],
         scale: float,
@@ -326,7 +330,7 @@ class CudaOps:
     ) -> cupy.ndarray:
         """So many sequences at a time that the results of their splits do not take too much memory."""
         num_tokens, num_query_heads, head_dim = query.shape
-        _, num_layers, _, num_kv_heads, block_size, _ = cache.shape
+        num_kv_heads = cache.layout.keys.num_heads
         step = self._described(batch)
         tile = self._kernels.attention_decode if step.is_decode else self._kernels.attention_any
         group, num_splits, num_sequences = num_query_heads // num_kv_heads, step.num_splits, len(batch.rows)
@@ -347,14 +351,15 @@ class CudaOps:
                 num_kv_heads * -(-group // tile.rows),
                 num_splits,
             )
-            arrays = (query, cache, batch.positions, starts, batch.rows[first:end], batch.block_tables, out, partials)
-            sizes = (count, num_query_heads, num_kv_heads, num_layers, layer, block_size, batch.block_tables.shape[1])
+            tables = batch.block_tables
+            arrays = (query, cache.data, batch.kv_extents, starts, batch.rows[first:end], tables, out, partials)
+            sizes = (count, num_query_heads, num_kv_heads, cache.layout.block_size, tables.shape[1])
             numbers = map(np.int32, (*sizes, window or 0, num_splits))
-            arguments = (*arrays, *numbers, np.float32(scale))
+            arguments = (*arrays, *numbers, *kv_strides(cache.layout, layer), np.float32(scale))
             self._kernels.launch(tile.kernel, grid, 32 * tile.warps, arguments, tile.shared_bytes)
             if partials is not None:
                 numbers = map(np.int32, (num_query_heads, window or 0, num_splits))
-                merged = (partials, batch.positions, starts, out, *numbers)
+                merged = (partials, batch.kv_extents, starts, out, *numbers)
                 self._kernels.launch("attention_combine", (count, num_query_heads), head_dim // 4, merged)
         return out
 
@@ -391,29 +396,29 @@ class CudaOps:
 
     # Blocks
 
-    def fill_blocks(self, cache: cupy.ndarray, blocks: Sequence[int], value: float) -> None:
+    def fill_blocks(self, cache: KVPool[cupy.ndarray], blocks: Sequence[int], value: float) -> None:
         """By one kernel."""
-        vectors = cache.nbytes // len(cache) // 16
-        arguments = (cache, self.upload(np.array(blocks, np.int32)), np.float32(value), np.int32(vectors))
+        vectors = cache.layout.bytes_per_block // 16
+        arguments = (cache.data, self.upload(np.array(blocks, np.int32)), np.float32(value), np.int32(vectors))
         self._kernels.launch("fill_blocks", (len(blocks) * -(-vectors // 1024),), 256, arguments)
 
-    def copy_blocks(self, cache: cupy.ndarray, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, cache: KVPool[cupy.ndarray], pairs: Sequence[tuple[int, int]]) -> None:
         """All of them by one kernel."""
-        vectors = cache.nbytes // len(cache) // 16
-        arguments = (cache, self.upload(np.array(pairs, np.int32)), np.int32(vectors))
+        vectors = cache.layout.bytes_per_block // 16
+        arguments = (cache.data, self.upload(np.array(pairs, np.int32)), np.int32(vectors))
         self._kernels.launch("copy_blocks", (len(pairs) * -(-vectors // 1024),), 256, arguments)
 
     def blocks_to_host(
-        self, cache: cupy.ndarray, host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]
+        self, cache: KVPool[cupy.ndarray], host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]
     ) -> PendingCopy:
         """Beside the kernels that are launched later."""
-        return self._transfers.to_host(cache, host, pairs)
+        return self._transfers.to_host(cache.data, host, pairs)
 
     def blocks_from_host(
-        self, host: NDArray[np.uint8], cache: cupy.ndarray, pairs: Sequence[tuple[int, int]]
+        self, host: NDArray[np.uint8], cache: KVPool[cupy.ndarray], pairs: Sequence[tuple[int, int]]
     ) -> PendingCopy:
         """Kernels that are launched later wait for it."""
-        return self._transfers.from_host(host, cache, pairs)
+        return self._transfers.from_host(host, cache.data, pairs)
 
     def _copy(self, destination: int, source: int, num_bytes: int) -> None:
         """Within the device."""
@@ -442,5 +447,12 @@ def _check(dimensions: Dimensions, element: str, cache_type: str) -> None:
             )
 
 
-def _block_shape(shape: CacheShape) -> tuple[int, ...]:
-    return (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+def kv_strides(layout: KVLayout, layer: int) -> tuple[np.int64, ...]:
+    """What the kernels need to find a layer's KV, in elements: the stride of blocks; of K, then of V, where the first
+    head of block 0 begins and the stride of heads.
+    """
+    size, start = layout.keys.element_bytes, layer * layout.layer_stride
+    places = [layout.bytes_per_block]
+    for plane in (layout.keys, layout.values):
+        places += [start + plane.offset, plane.head_stride]
+    return tuple(np.int64(place // size) for place in places)
