@@ -37,7 +37,7 @@ from tests.engine.engines import minipaged_threads, tiny_engine
 from tests.engine.neighbours import TOGETHER, Recorder, check_company, random_jobs
 from tests.engine.test_engine_random import SETTINGS, one_request
 from tests.ops.cuda.fake_cupy import Function
-from tests.ops.cuda.fake_gpu import CudaError, Gpu
+from tests.ops.cuda.fake_gpu import CudaError, Gpu, Timing
 from tests.ops.cuda.machine import assert_nothing_left, use_fake_gpu
 from tests.tiny import write_tiny_model
 
@@ -95,6 +95,17 @@ def test_logits_are_the_same_bits_alone_and_in_any_company(model: Path) -> None:
                 np.testing.assert_allclose(logits, expected[length - 1], rtol=0, atol=TOLERANCE)
                 compared += 1
     assert compared >= len(recorder.logits)
+
+
+@pytest.mark.parametrize("timing", [Timing.EARLY_COPIES, Timing.SHUFFLED])
+def test_blocks_are_swapped_in_time_whatever_the_streams_do(model: Path, timing: Timing) -> None:
+    """With nothing but events to keep the copies of blocks and the kernels in order."""
+    recorder = Recorder()
+    jobs = random_jobs(recorder, seed=1, count=7)
+    common = EngineConfig(device="cuda", debug=True, max_model_len=160, num_blocks=120)
+    with use_fake_gpu(Gpu(memory_bytes=48 << 20, timing=timing)):
+        company: dict[str, EngineSettings] = {"swap": {**TOGETHER["swap"], "overlap": True, "num_blocks": 12}}
+        anyio.run(check_company, model, common, jobs, recorder, company)
 
 
 def is_beginning(one: tuple[int, ...], other: tuple[int, ...]) -> bool:

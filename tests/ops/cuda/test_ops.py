@@ -28,7 +28,7 @@ from minipaged.ops.reference.ops import ReferenceOps
 from minipaged.progress import no_progress
 from tests.batches import NOWHERE, TokenSpan, make_batch
 from tests.ops.cuda.fake_cupy import Function, Graph, Stream
-from tests.ops.cuda.fake_gpu import CudaError, Gpu
+from tests.ops.cuda.fake_gpu import CudaError, Gpu, Timing
 from tests.ops.cuda.machine import KV_SPLIT, Machine, use_fake_gpu
 from tests.ops.cuda.sampling_kernels import assert_equal, random_adjustments, random_batch, random_logits
 from tests.ops.encoded import float_tensor, random_tensor
@@ -89,8 +89,10 @@ def machine(
     graphs: bool = True,
     max_model_len: int = MAX_MODEL_LEN,
     checked: bool = False,
+    timing: Timing = Timing.LATE,
+    seed: int = 0,
 ) -> Iterator[tuple[Machine, Gpu]]:
-    with use_fake_gpu(Gpu(memory_bytes=48 << 20, checked=checked)) as gpu:
+    with use_fake_gpu(Gpu(memory_bytes=48 << 20, checked=checked, timing=timing, seed=seed)) as gpu:
         made = Machine(model, element=element, graphs=graphs, max_model_len=max_model_len, num_blocks=NUM_BLOCKS)
         yield made, gpu
         made.ops.close()
@@ -123,6 +125,13 @@ def on_host(array: cupy.ndarray, element: str) -> NDArray[np.float32]:
     return host.view(HOST_TYPES[element]).astype(np.float32)
 
 
+in_any_timing = pytest.mark.parametrize(
+    ("timing", "seed"),
+    [(timing, 0) for timing in Timing] + [(Timing.SHUFFLED, seed) for seed in (1, 2, 3)],
+    ids=lambda value: value.name.lower() if isinstance(value, Timing) else None,
+)
+"""For tests of what runs beside something else, or while the host goes on."""
+
 Step = list[tuple[int, int]]
 """For some rows: how many tokens are computed."""
 
@@ -150,7 +159,11 @@ def test_steps_of_any_kind_with_and_without_graphs(
     steps = [[(0, 60)], [(0, 60), (1, 4)], [(1, 61)], *random_steps(generator)]  # with several splits
     for graphs, most_partials in ((True, 1024), (False, 3)):
         path = model if element == "float16" else model_with_norms
-        with machine(path, element=element, graphs=graphs) as (made, _), pytest.MonkeyPatch.context() as patch:
+        timing = Timing.SHUFFLED if graphs else Timing.LATE
+        with (
+            machine(path, element=element, graphs=graphs, timing=timing, seed=seed) as (made, _),
+            pytest.MonkeyPatch.context() as patch,
+        ):
             patch.setattr(cuda_ops, "MOST_PARTIALS", most_partials)
             lengths, logits = [0] * NUM_ROWS, []
             for step in steps:
@@ -242,9 +255,10 @@ def test_a_decode_for_whose_graph_there_is_no_memory_goes_on_without(
             run(made, [TokenSpan(0, 5, [5])])
 
 
-def test_a_graph_keeps_its_own_place_when_others_run_between(model: Path) -> None:
+@in_any_timing
+def test_a_graph_keeps_its_own_place_when_others_run_between(model: Path, timing: Timing, seed: int) -> None:
     """The result of a graph lives until the next step, whatever is computed from it."""
-    with machine(model) as (made, _):
+    with machine(model, timing=timing, seed=seed) as (made, _):
         for length in range(4):
             for count in (3, 12, 1):
                 spans = [TokenSpan(row, length, [row + 5]) for row in range(count)]
@@ -255,9 +269,10 @@ def test_a_graph_keeps_its_own_place_when_others_run_between(model: Path) -> Non
                     np.testing.assert_allclose(made.ops.download(each), expected, rtol=0, atol=TOLERANCES["float16"])
 
 
-def test_steps_that_nobody_waits_for_do_not_overwrite_each_other(model: Path) -> None:
+@in_any_timing
+def test_steps_that_nobody_waits_for_do_not_overwrite_each_other(model: Path, timing: Timing, seed: int) -> None:
     """Descriptions of more steps than there are buffers are under way; each step writes its own tokens' KV."""
-    with machine(model) as (made, _):
+    with machine(model, timing=timing, seed=seed) as (made, _):
         for length in range(3 * cuda_batch.STEPS_UNDER_WAY):
             run(made, [TokenSpan(row, length, [7 * row + length]) for row in range(5)])
         assert_same_cache(made)
@@ -332,9 +347,10 @@ def uploaded(ops: CudaOps, host: T) -> T:
     return replace(host, **changes)  # type: ignore[type-var]
 
 
-def test_blocks(model: Path) -> None:
+@in_any_timing
+def test_blocks(model: Path, timing: Timing, seed: int) -> None:
     """Filled, copied, swapped out and in; kernels that are launched meanwhile wait where they must."""
-    with machine(model) as (made, _):
+    with machine(model, timing=timing, seed=seed) as (made, _):
         ops, cache = made.ops, made.cache
         host = ops.allocate_host_cache(replace(made.shape, num_blocks=8), "float16")
         for block in range(6):
