@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from minipaged.ops.cuda.launches import attention_combine, chunk_tile, decode_tile
 from tests.batches import shuffled_tables
 from tests.ops.cuda.emulated import Argument, Execution, Order, load
 from tests.ops.cuda.toolchain import CUDA
@@ -111,27 +112,22 @@ class Model:
         partials = np.full((len(spans), self.num_query_heads, max_splits, self.head_dim + 4), np.nan, np.float32)
         out = np.full(query.shape, np.nan, dtype)
 
-        warps = 1 if kernel == "attention_decode" else 4 if self.head_dim <= 128 else 2
-        tile_rows, tile = warps * 16, 32 if self.head_dim <= 128 else 16
-        pitch, stages = self.head_dim + 8, 3 if warps == 1 else 2
-        shared = 2 * pitch * (stages * 2 * tile + tile_rows) + 4 * tile_rows * (self.head_dim + 4)
+        tile = {each.kernel: each for each in (decode_tile(self.head_dim), chunk_tile(self.head_dim))}[kernel]
+        launch = tile.launch(len(query), len(spans), self.num_kv_heads, self.group, max_splits)
+        combine = attention_combine(len(spans), self.num_query_heads, self.head_dim)
         options = (f"-DELEMENT={self.element}", f"-DHEAD_DIM={self.head_dim}", f"-DKV_SPLIT={SPLIT}")
         kernels = load(CUDA / "attention.cu", options, checked=checked).kernels
-        kernels[kernel].max_dynamic_shared_size_bytes = shared
+        kernels[kernel].max_dynamic_shared_size_bytes = launch.shared_bytes
         execution = Execution(order=order)
         window = np.int32(self.window or 0)
         arguments: list[Argument] = [query, cache, positions, cu_seqlens, rows, tables, out, partials]
         arguments += map(np.int32, (len(spans), self.num_query_heads, self.num_kv_heads, NUM_LAYERS, LAYER))
         arguments += map(np.int32, (self.block_size, tables.shape[1], window, max_splits))
-        grid = [
-            len(query) // max(1, tile_rows // self.group) + len(spans),
-            self.num_kv_heads * -(-self.group // tile_rows),
-            max_splits,
-        ]
-        kernels[kernel](grid, [warps * 32], [*arguments, np.float32(self.scale)], shared, execution=execution)
+        arguments.append(np.float32(self.scale))
+        kernels[kernel](launch.grid, [launch.threads], arguments, launch.shared_bytes, execution=execution)
         kernels["attention_combine"](
-            [len(spans), self.num_query_heads],
-            [self.head_dim // 4],
+            combine.grid,
+            [combine.threads],
             [partials, positions, cu_seqlens, out, np.int32(self.num_query_heads), window, np.int32(max_splits)],
             execution=execution,
         )
