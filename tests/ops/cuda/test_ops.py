@@ -20,6 +20,7 @@ from minipaged.errors import ConfigError, DeviceError, ModelLoadError, Unsupport
 from minipaged.ops.base import Batch, Dimensions, ElementTypes, HostArray
 from minipaged.ops.cuda import batch as cuda_batch
 from minipaged.ops.cuda import ops as cuda_ops
+from minipaged.ops.cuda import sampling as cuda_sampling
 from minipaged.ops.cuda.ops import CudaOps
 from minipaged.ops.cuda.transfers import runs
 from minipaged.ops.cuda.weights import HOST_TYPES
@@ -337,6 +338,22 @@ def test_choosing_tokens(model: Path, seed: int, num_logprobs: int) -> None:
         np.testing.assert_array_equal(ops.download(ops.take(on_device, ops.upload(rows))), raw[rows])
 
 
+def test_results_of_any_size_are_the_callers_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of later calls do not overwrite them. More log-probabilities may be asked for than there are tokens."""
+    monkeypatch.setattr(cuda_sampling, "RESULT_BYTES", 16)
+    generator = np.random.default_rng(0)
+    with machine(model) as (made, _):
+        kept = []
+        for num_logprobs, vocab_size in ((-1, 301), (64, 20), (0, 301), (64, 301), (2, 301)):
+            batch = random_batch(generator, 3, vocab_size, num_logprobs)
+            raw = random_logits(generator, 3, vocab_size)
+            on_device = made.ops.upload(raw)
+            sampled = made.ops.sample(on_device, on_device, uploaded(made.ops, batch))
+            kept.append((sampled, reference_sampling.sample(raw, raw, batch)))
+        for ours, expected in kept:
+            assert_equal(ours, expected)
+
+
 def uploaded(ops: CudaOps, host: T) -> T:
     """The same with its arrays on the device."""
     changes = {
@@ -368,6 +385,45 @@ def test_blocks(model: Path, timing: Timing, seed: int) -> None:
             assert (blocks[block] == value).all(), block
         back.wait()
         assert np.isnan(blocks[50:]).all()
+
+
+def test_uploads_are_aligned_and_stay_while_one_of_them_is_referenced(model: Path) -> None:
+    """Whatever is uploaded or computed meanwhile."""
+    with machine(model) as (made, _):
+        arrays: list[HostArray] = [np.arange(size) % 3 == 0 for size in (7, 300, 1, 17)]  # a byte each
+        uploads = made.ops.upload_together(arrays)
+        assert all(each.data.ptr % 16 == 0 for each in uploads)
+        kept = [uploads.pop(), uploads.pop(0)]
+        del uploads
+        others = [made.ops.upload(np.full(100, number, np.int32)) for number in range(3)]
+        for length in range(3):
+            run(made, [TokenSpan(row, length, [row + 5]) for row in range(3)])
+        for each, array in zip(kept, (arrays[-1], arrays[0]), strict=True):
+            np.testing.assert_array_equal(made.ops.download(each), array)
+        for number, other in enumerate(others):
+            assert (made.ops.download(other) == number).all()
+
+
+def test_a_new_cache_is_zeros(model: Path) -> None:
+    with machine(model) as (made, _):
+        cache = made.ops.allocate_cache(replace(made.shape, num_blocks=3), "float16")
+        assert len(cache) == 3
+        assert not on_host(cache, "float16").any()
+
+
+@in_any_timing
+def test_closing_waits_for_kernels_and_copies_before_it_frees(
+    model: Path, timing: Timing, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with machine(model, timing=timing, seed=seed) as (made, gpu):
+        host = made.ops.allocate_host_cache(replace(made.shape, num_blocks=2), "float16")
+        made.ops.fill_blocks(made.cache, [5], 3)
+        made.ops.blocks_to_host(made.cache, host, [(5, 1)])
+        made.ops.fill_blocks(made.cache, [6], 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(made.ops._memory, "close", lambda: None)
+            made.ops.close()
+        assert not any(queue.pending for queue in gpu.queues)
 
 
 def test_blocks_are_copied_later_and_to_pinned_memory(model: Path) -> None:
