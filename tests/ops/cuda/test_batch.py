@@ -171,5 +171,13 @@ def test_tables_hold_nothing_but_what_changed(sent: Sent, monkeypatch: pytest.Mo
         assert sent.kernels.num_updates == updates
 
 
+def test_steps_are_sent_while_earlier_ones_wait_for_the_gpu(sent: Sent) -> None:
+    sent.stream.synchronize()
+    done = sent.stream.queue.done
+    for _ in range(cuda_batch.STEPS_UNDER_WAY):
+        sent.send([1, 1], 20, 2)
+    assert sent.stream.queue.done == done  # the fake stream's: nothing has run
+
+
 def test_sizes_of_graphs() -> None:
     assert [graph_size(count) for count in (1, 2, 3, 4, 5, 8, 9, 16, 17)] == [1, 2, 4, 4, 8, 8, 16, 16, 24]

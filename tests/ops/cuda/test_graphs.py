@@ -41,6 +41,7 @@ class Captured:
 
         def write(batch: Batch[cupy.ndarray]) -> cupy.ndarray:
             self.calls.append(number)
+            assert self.graphs.is_capturing
             scratch = self.workspace.take((64,), np.int32)
             out = self.workspace.take((size, 2), np.int32)
             with self.stream:

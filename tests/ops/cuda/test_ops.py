@@ -256,6 +256,16 @@ def test_a_decode_for_whose_graph_there_is_no_memory_goes_on_without(
             run(made, [TokenSpan(0, 5, [5])])
 
 
+def test_a_decode_for_which_the_workspace_is_too_small_goes_on_without_a_graph(model: Path) -> None:
+    """In memory of CuPy's pool, which a graph could not rely on."""
+    with machine(model) as (made, _):
+        made.ops._workspace.allocate(1024, "a test")
+        for length in range(4):
+            result, expected = run(made, [TokenSpan(row, length, [row + 5]) for row in range(3)])
+            np.testing.assert_allclose(made.ops.download(result), expected, rtol=0, atol=TOLERANCES["float16"])
+            del result
+
+
 @in_any_timing
 def test_a_graph_keeps_its_own_place_when_others_run_between(model: Path, timing: Timing, seed: int) -> None:
     """The result of a graph lives until the next step, whatever is computed from it."""
