@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from minipaged.ops.cuda import launches
-from minipaged.ops.cuda.launches import GATED, LINEAR, LOGITS, AttentionTile, Launch, Tile, chunk_tile, decode_tile
+from minipaged.ops.cuda.launches import (
+    GATED,
+    LINEAR,
+    LOGITS,
+    AttentionTile,
+    Launch,
+    Tile,
+    chunk_tile,
+    decode_tile,
+    tile_for,
+)
 from minipaged.ops.cuda.ops import HEAD_DIMS
 from tests.batches import TokenSpan, make_batch
 from tests.ops.cuda.attention_model import SPLIT, Model, Span
@@ -107,3 +117,13 @@ def test_shared_memory_of_attention_is_what_its_kernels_say() -> None:
 def test_shapes(launch: Launch, grid: tuple[int, ...], threads: int) -> None:
     """At and behind the sizes at which they change."""
     assert (launch.grid, launch.threads) == (grid, threads)
+
+
+def test_products_take_the_largest_tile_that_gives_every_multiprocessor_work() -> None:
+    few, some, many = LINEAR
+    columns = 4 * many.columns
+    chosen = {rows: tile_for(rows, columns, LINEAR, multiprocessors=8) for rows in (1, 16, 17, 64, 65, 128, 129)}
+    assert chosen == {1: few, 16: few, 17: some, 64: some, 65: some, 128: some, 129: many}
+    assert tile_for(65, columns, LINEAR, multiprocessors=4) is many
+    assert tile_for(65, columns, LINEAR, multiprocessors=5) is some
+    assert tile_for(64, columns, LINEAR, multiprocessors=1) is some
