@@ -40,7 +40,7 @@
 //
 // Dynamic shared memory: 2 pitch (2 kTile stages + rows) + 4 rows (HEAD_DIM + 4) bytes with pitch = HEAD_DIM + 8: a row
 // is an odd number of 16-byte chunks, so that ldmatrix meets no bank twice. HEAD_DIM 128: 65,024 in decode, 86,016
-// otherwise; 256: 67,200 and 83,968.
+// otherwise; 256: 75,776 and 83,968.
 //
 // Bytes moved, decode: 4 HEAD_DIM per position and KV head, the floor (batch 64, 2,048 positions, 8 heads of 128 on 4.8
 // TB/s: 112 us), and 2 group / KV_SPLIT of that to write and read partials (group 4: 1.6 %). A block has 2 stages of 16

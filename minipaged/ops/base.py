@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from minipaged.config import Dtype, KVDtype
 from minipaged.kv.layout import ElementType, KVLayout
 from minipaged.ops.tensor import HostTensor
 from minipaged.progress import Progress
@@ -76,9 +77,9 @@ class Dimensions:
 class ElementTypes:
     """The number formats that were asked for, "auto" or the name of one, and what the checkpoint holds."""
 
-    weights: str
+    weights: Dtype
     """And activations."""
-    cache: str
+    cache: KVDtype
     stored: str
     """`HostTensor.encoding` of the checkpoint's matrices."""
 

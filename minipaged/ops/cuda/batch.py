@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from minipaged.ops.base import Batch, HostArray, StepLimits
+from minipaged.ops.cuda import launches
 from minipaged.ops.cuda.kernels import CudaKernels
 from minipaged.ops.cuda.memory import CudaMemory
 from minipaged.ops.cuda.staging import Staging
@@ -164,7 +165,7 @@ class StepBuffer:
                 self._view(layout.blocks, len(places), np.int32),
                 np.int32(len(places)),
             )
-            self._kernels.launch("update_tables", (-(-len(places) // 256),), 256, arguments)
+            self._kernels.start("update_tables", launches.update_tables(len(places)), arguments)
 
     def _padded(self, arrays: dict[str, NDArray[np.generic]], size: int) -> dict[str, NDArray[np.generic]]:
         count = size - len(arrays["rows"])

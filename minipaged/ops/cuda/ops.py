@@ -31,10 +31,12 @@ from minipaged.ops.base import (
     SamplingBatch,
     StepLimits,
 )
+from minipaged.ops.cuda import launches
 from minipaged.ops.cuda.batch import DeviceBatch, Step, StepBuffer, aligned, put
 from minipaged.ops.cuda.errors import cuda_errors, error_classes
 from minipaged.ops.cuda.graphs import Graphs, graph_size
-from minipaged.ops.cuda.kernels import GATED, LINEAR, LOGITS, CudaKernels, Tile, tile_for
+from minipaged.ops.cuda.kernels import CudaKernels
+from minipaged.ops.cuda.launches import GATED, LINEAR, LOGITS, Tile, tile_for
 from minipaged.ops.cuda.memory import CudaMemory
 from minipaged.ops.cuda.modules import CudaModules
 from minipaged.ops.cuda.sampling import Sampler
@@ -87,9 +89,8 @@ class CudaOps:
 
     def prepare(self, dimensions: Dimensions, types: ElementTypes, progress: Progress) -> None:
         """Compiles the kernels, or finds them compiled."""
-        element = types.weights
-        if element == "auto":
-            element = "bfloat16" if types.stored == "BF16" else "float16"
+        stored: ElementType = "bfloat16" if types.stored == "BF16" else "float16"
+        element = stored if types.weights == "auto" else types.weights
         _check(dimensions, element, types.cache)
         self.kv_dtype = self._element = element
         self._dtype = np.dtype(DEVICE_TYPES[element])
@@ -251,16 +252,15 @@ class CudaOps:
         """Rows of the table."""
         size = table.shape[1]
         out = self._take((len(token_ids), size), self._dtype)
-        self._kernels.launch("embed", (len(token_ids),), 128, (table, token_ids, out, np.int32(size)))
+        self._kernels.start("embed", launches.embed(len(token_ids)), (table, token_ids, out, np.int32(size)))
         return out
 
     def rms_norm(self, x: cupy.ndarray, weight: cupy.ndarray, eps: float) -> cupy.ndarray:
         """A block of threads for each row."""
         num_tokens, size = x.shape
         out = self._take(x.shape, self._dtype)
-        threads = min(1024, -(-size // 8 // 32) * 32)
         arguments = (x, weight, out, np.int32(size), np.float32(eps))
-        self._kernels.launch("rms_norm", (num_tokens,), threads, arguments)
+        self._kernels.start("rms_norm", launches.rms_norm(num_tokens, size), arguments)
         return out
 
     def linear(
@@ -293,9 +293,8 @@ class CudaOps:
     ) -> None:
         num_columns, depth = weight.shape
         tile = tile_for(len(x), num_columns, tiles, self._multiprocessors)
-        blocks = -(-len(x) // tile.rows) * -(-num_columns // tile.columns)
         arguments = (x, weight, *added, out, np.int32(len(x)), np.int32(num_columns), np.int32(depth))
-        self._kernels.launch(tile.kernel, (blocks,), 128, arguments, tile.shared_bytes)
+        self._kernels.start(tile.kernel, tile.launch(len(x), num_columns), arguments)
 
     def rope_and_cache(
         self,
@@ -315,8 +314,8 @@ class CudaOps:
         q_norm, k_norm, eps = norms or (None, None, 0.0)
         arrays = (qkv, rope, batch.positions, batch.slots, q_norm, k_norm, query, cache.data)
         sizes = map(np.int32, (num_query_heads, num_kv_heads, cache.layout.block_size))
-        arguments = (*arrays, *sizes, *kv_strides(cache.layout, layer), np.float32(eps))
-        self._kernels.launch("rope_and_cache", (num_tokens, -(-num_heads // 4)), 128, arguments)
+        arguments = (*arrays, *sizes, *launches.kv_strides(cache.layout, layer), np.float32(eps))
+        self._kernels.start("rope_and_cache", launches.rope_and_cache(num_tokens, num_heads), arguments)
         return query
 
     def paged_attention(
@@ -346,21 +345,18 @@ class CudaOps:
             end = min(first + most, num_sequences)
             starts, count = batch.cu_seqlens[first : end + 1], end - first
             launched_tokens = int(step.cu_seqlens[end] - step.cu_seqlens[first])
-            grid = (
-                launched_tokens // max(1, tile.rows // group) + count,
-                num_kv_heads * -(-group // tile.rows),
-                num_splits,
-            )
+            launch = tile.launch(launched_tokens, count, num_kv_heads, group, num_splits)
             tables = batch.block_tables
             arrays = (query, cache.data, batch.kv_extents, starts, batch.rows[first:end], tables, out, partials)
             sizes = (count, num_query_heads, num_kv_heads, cache.layout.block_size, tables.shape[1])
             numbers = map(np.int32, (*sizes, window or 0, num_splits))
-            arguments = (*arrays, *numbers, *kv_strides(cache.layout, layer), np.float32(scale))
-            self._kernels.launch(tile.kernel, grid, 32 * tile.warps, arguments, tile.shared_bytes)
+            strides = launches.kv_strides(cache.layout, layer)
+            self._kernels.start(tile.kernel, launch, (*arrays, *numbers, *strides, np.float32(scale)))
             if partials is not None:
                 numbers = map(np.int32, (num_query_heads, window or 0, num_splits))
                 merged = (partials, batch.kv_extents, starts, out, *numbers)
-                self._kernels.launch("attention_combine", (count, num_query_heads), head_dim // 4, merged)
+                launch = launches.attention_combine(count, num_query_heads, head_dim)
+                self._kernels.start("attention_combine", launch, merged)
         return out
 
     def _described(self, batch: Batch[cupy.ndarray]) -> DeviceBatch:
@@ -376,7 +372,7 @@ class CudaOps:
         out = self._take((len(indices), x.shape[1]), x.dtype)
         words = x.shape[1] * x.itemsize // 4
         arguments = (x.view(np.int32), indices, out.view(np.int32), np.int32(words))
-        self._kernels.launch("take", (len(indices), -(-words // 1024)), 256, arguments)
+        self._kernels.start("take", launches.take(len(indices), words), arguments)
         return out
 
     # Choosing tokens
@@ -400,13 +396,13 @@ class CudaOps:
         """By one kernel."""
         vectors = cache.layout.bytes_per_block // 16
         arguments = (cache.data, self.upload(np.array(blocks, np.int32)), np.float32(value), np.int32(vectors))
-        self._kernels.launch("fill_blocks", (len(blocks) * -(-vectors // 1024),), 256, arguments)
+        self._kernels.start("fill_blocks", launches.kv_blocks(len(blocks), vectors), arguments)
 
     def copy_blocks(self, cache: KVPool[cupy.ndarray], pairs: Sequence[tuple[int, int]]) -> None:
         """All of them by one kernel."""
         vectors = cache.layout.bytes_per_block // 16
         arguments = (cache.data, self.upload(np.array(pairs, np.int32)), np.int32(vectors))
-        self._kernels.launch("copy_blocks", (len(pairs) * -(-vectors // 1024),), 256, arguments)
+        self._kernels.start("copy_blocks", launches.kv_blocks(len(pairs), vectors), arguments)
 
     def blocks_to_host(
         self, cache: KVPool[cupy.ndarray], host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]
@@ -445,14 +441,3 @@ def _check(dimensions: Dimensions, element: str, cache_type: str) -> None:
             raise UnsupportedModelError(
                 f'The model\'s {name} is {size}; the CUDA kernels take multiples of 8. device="cpu" works.'
             )
-
-
-def kv_strides(layout: KVLayout, layer: int) -> tuple[np.int64, ...]:
-    """What the kernels need to find a layer's KV, in elements: the stride of blocks; of K, then of V, where the first
-    head of block 0 begins and the stride of heads.
-    """
-    size, start = layout.keys.element_bytes, layer * layout.layer_stride
-    places = [layout.bytes_per_block]
-    for plane in (layout.keys, layout.values):
-        places += [start + plane.offset, plane.head_stride]
-    return tuple(np.int64(place // size) for place in places)
