@@ -131,7 +131,7 @@ def test_rope_and_cache(
         element_type="float32",
     )
     expected_cache = float32(before)
-    pool = KVPool[Array](layout, num_blocks, expected_cache.reshape(num_blocks, -1).view(np.uint8))
+    pool: KVPool[Array] = KVPool(layout, num_blocks, expected_cache.reshape(num_blocks, -1).view(np.uint8))
     expected = REFERENCE.rope_and_cache(
         float32(qkv), REFERENCE.load_rope(cos, sin), pool, layer, batch, num_query_heads, norms
     )
