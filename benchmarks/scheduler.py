@@ -22,7 +22,8 @@ import numpy as np
 
 from minipaged.config import EngineConfig
 from minipaged.execution.runner import Runner
-from minipaged.ops.base import Batch
+from minipaged.kv.layout import KVLayout
+from minipaged.ops.base import Batch, KVPool
 from minipaged.ops.reference.ops import ReferenceOps
 from minipaged.params import SamplingParams
 from minipaged.scheduling.request import Request
@@ -36,7 +37,7 @@ STEPS = 200
 class NoModel:
     """Never called: only the preparation of its input is timed."""
 
-    def forward(self, batch: Batch[np.ndarray], cache: np.ndarray) -> np.ndarray:
+    def forward(self, batch: Batch[np.ndarray], cache: KVPool[np.ndarray]) -> np.ndarray:
         raise NotImplementedError
 
     def logits(self, hidden: np.ndarray, batch: Batch[np.ndarray]) -> np.ndarray:
@@ -68,7 +69,7 @@ class Host:
         self.runner = Runner(
             ReferenceOps(),
             NoModel(),
-            np.zeros(0, np.float32),
+            KVPool(KVLayout(0, self.config.block_size, ()), 0, np.zeros(0)),
             np.zeros((0, 0), np.uint8),
             self.config,
             vocab_size=VOCAB_SIZE,

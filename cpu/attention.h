@@ -1,4 +1,5 @@
-/* Causal attention of every token over its sequence's positions 0..p (the last `window` of them) in the paged cache.
+/* Causal attention of every token over the KV that it sees: the first `kv_extents[t]` tokens' of its sequence, of which the
+ * last `window` where there is one. A position here is a place among those, from 0 on.
  *
  * input: q [rows, in_stride], head h at h * head_dim; output [rows, query heads * head_dim]. A piece of work is up to
  * QUERIES tokens of one sequence and some KV heads; its rows are those tokens' query heads, KV head after KV head. They
@@ -61,8 +62,8 @@ INLINE int find_piece(const Command *c, int s, int number, int heads, Piece *pie
     const int end_head = first_head + heads < c->num_kv_heads ? first_head + heads : c->num_kv_heads;
     const int first = batch->cu_seqlens[s] + number / shares * QUERIES, limit = batch->cu_seqlens[s + 1];
     const int end = first + QUERIES < limit ? first + QUERIES : limit;
-    const int first_block = first_seen(c, batch->positions[first]) / c->block_size;
-    const int last_block = batch->positions[end - 1] / c->block_size;
+    const int first_block = first_seen(c, batch->kv_extents[first] - 1) / c->block_size;
+    const int last_block = (batch->kv_extents[end - 1] - 1) / c->block_size;
     *piece = (Piece){s, number, first_head, end_head, first, end, first_block, last_block};
     return 1;
 }
@@ -70,21 +71,21 @@ INLINE int find_piece(const Command *c, int s, int number, int heads, Piece *pie
 /* The tile with the given number, as far as the piece sees it. */
 INLINE void find_span(const Command *c, const Piece *piece, int tile, Span *span) {
     const int32_t *table = c->batch->tables + c->batch->rows[piece->sequence] * c->batch->table_stride;
-    const int blocks = SPAN / c->block_size, element = element_bytes(c->kind), column = tile * blocks;
+    const int blocks = SPAN / c->block_size, column = tile * blocks;
     span->base = column * c->block_size;
     span->size = c->block_size;
     span->vectors = (c->block_size + LANES - 1) / LANES;
     span->first = piece->first_block > column ? piece->first_block - column : 0;
     span->end = piece->last_block < column + blocks ? piece->last_block + 1 - column : blocks;
     for (int b = span->first; b < span->end; b++) {
-        span->keys[b] = (const char *)c->cache + cache_offset(c, table[column + b], 0, piece->first_head) * element;
-        span->values[b] = (const char *)c->cache + cache_offset(c, table[column + b], 1, piece->first_head) * element;
+        span->keys[b] = keys_of(&c->kv, table[column + b], piece->first_head);
+        span->values[b] = values_of(&c->kv, table[column + b], piece->first_head);
     }
 }
 
 /* Query head h of token t, before the first tile. */
 INLINE Row begin_row(const Command *c, int t, int h) {
-    const int dim = c->head_dim, position = c->batch->positions[t];
+    const int dim = c->head_dim, position = c->batch->kv_extents[t] - 1;
     const float *query = (const float *)c->input + (int64_t)t * c->in_stride + h * dim;
     float *acc = (float *)c->output + ((int64_t)t * c->num_query_heads + h) * dim;
     memset(acc, 0, dim * sizeof(float));
@@ -107,7 +108,6 @@ static void attention(const Command *c, int index, int num_threads) {
     find_piece(c, 0, index, most_heads, &piece);
     if (!find_piece(c, piece.sequence, piece.number + num_threads, most_heads, &next)) next = piece;
     const int heads = piece.end_head - piece.first_head;
-    const int block_bytes = c->block_size * c->head_dim * element_bytes(c->kind);
     Row rows[KV_HEADS][QUERIES * HEADS];
     QueryPairs queries[KV_HEADS][QUERIES * HEADS]; /* the same queries, where K is in bfloat16 */
     for (int g0 = 0; g0 < group; g0 += HEADS) { /* so many query heads at a time that `rows` is bounded */
@@ -129,9 +129,10 @@ static void attention(const Command *c, int index, int num_threads) {
                 find_span(c, &piece, tile + 1, then);
             else
                 find_span(c, &next, next.first_block / blocks, then);
-            Ahead ahead = {then, then->first, 0, 0, block_bytes * heads};
+            const int key_bytes = (int)c->kv.key_head_stride * heads, value_bytes = (int)c->kv.value_head_stride * heads;
+            Ahead ahead = {then, then->first, 0, 0, {key_bytes, value_bytes}};
             for (int head = 0; head < heads; head++) {
-                spans[now].head = (int64_t)head * block_bytes;
+                spans[now].key_head = head * c->kv.key_head_stride, spans[now].value_head = head * c->kv.value_head_stride;
                 for (int r = 0; r < count; r += ROWS)
                     attend_function(count - r < ROWS ? count - r : ROWS, c->kind)(c, &spans[now], &ahead,
                                                                                   rows[head] + r, queries[head] + r);

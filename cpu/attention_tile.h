@@ -30,7 +30,7 @@ typedef struct {
 /* Where the blocks of a tile are. */
 typedef struct {
     const char *keys[SPAN], *values[SPAN];
-    int64_t head;   /* bytes from there to the KV head in turn */
+    int64_t key_head, value_head; /* bytes from there to the KV head in turn */
     int first, end; /* blocks [first, end) of the tile are there */
     int base;       /* position of the first slot */
     int size;       /* positions of a block, at most SPAN */
@@ -41,7 +41,8 @@ typedef struct {
  * ahead, and many lines asked for at once would be waited for. */
 typedef struct {
     const Span *span;
-    int block, is_value, offset, bytes;
+    int block, is_value, offset;
+    int bytes[2]; /* of a block: K, V */
 } Ahead;
 
 INLINE void look_ahead(Ahead *ahead) {
@@ -49,7 +50,7 @@ INLINE void look_ahead(Ahead *ahead) {
     const char *begin = ahead->is_value ? ahead->span->values[ahead->block] : ahead->span->keys[ahead->block];
     for (int i = 0; i < 512; i += 64) prefetch(begin + ahead->offset + i);
     ahead->offset += 512;
-    if (ahead->offset < ahead->bytes) return;
+    if (ahead->offset < ahead->bytes[ahead->is_value]) return;
     ahead->offset = 0;
     ahead->block += ahead->is_value;
     ahead->is_value ^= 1;
@@ -78,7 +79,7 @@ INLINE void score_vectors(const Span *span, Ahead *ahead, int dim, float scale, 
     vfloat sums[ROWS][4];
     for (int v = 0; v < count; v++) {
         const int at = vector + v, block = at / span->vectors, offset = at % span->vectors * LANES;
-        keys[v] = span->keys[block] + span->head + key_offset(span->size, offset, 0, kind);
+        keys[v] = span->keys[block] + span->key_head + key_offset(span->size, offset, 0, kind);
         for (int r = 0; r < num_rows; r++) sums[r][v] = spread(0);
     }
     if (kind == KIND_BF16) {
@@ -164,7 +165,7 @@ INLINE void add_vectors(const Span *span, Ahead *ahead, int dim, int element, co
     for (int r = 0; r < num_rows; r++)
         for (int v = 0; v < count; v++) sums[r][v] = load(rows[r].acc + element + v * LANES);
     for (int block = low / span->size; block * span->size < high; block++) {
-        const char *values = span->values[block] + span->head;
+        const char *values = span->values[block] + span->value_head;
         const int base = block * span->size, at = block * span->vectors * LANES;
         const int begin = low > base ? low - base : 0, end = high - base < span->size ? high - base : span->size;
         if (kind == KIND_BF16) {
@@ -222,7 +223,7 @@ INLINE void add_positions(const Span *span, Ahead *ahead, int dim, const Row *ro
         for (int r = 0; r < num_rows; r++)
             for (int at = low; at < high; at++) {
                 const int block = at / span->size, j = at % span->size;
-                const char *p = span->values[block] + span->head + value_offset(span->size, dim, j, i, kind);
+                const char *p = span->values[block] + span->value_head + value_offset(span->size, dim, j, i, kind);
                 const vfloat value = kind == KIND_BF16 ? load_bfloat((const uint16_t *)p) : load_element(p, 0, kind);
                 rows[r].acc[i] += value[0] * weights[r][block * span->vectors * LANES + j];
             }

@@ -27,11 +27,17 @@ typedef struct {
 
 /* The tokens of a step: what the kernels read of ops/base.py's Batch. */
 typedef struct {
-    const int32_t *token_ids, *positions;
+    const int32_t *token_ids, *positions, *kv_extents;
     const int64_t *slots;
     const int32_t *cu_seqlens, *rows, *tables, *sampled;
     int64_t table_stride, num_sequences;
 } BatchHeader;
+
+/* Where one layer's KV lies: what the kernels need of KVLayout (minipaged/kv/layout.py). Strides are bytes. */
+typedef struct {
+    char *keys, *values;  /* of block 0 and KV head 0 */
+    int64_t block_stride, key_head_stride, value_head_stride;
+} KVLayer;
 
 typedef struct {
     int32_t op;
@@ -39,11 +45,12 @@ typedef struct {
     int32_t rows;          /* T or N */
     int32_t in, out;       /* width of input and output rows */
     int32_t in_stride;     /* elements from one input row to the next */
-    int32_t layer, num_layers, num_query_heads, num_kv_heads, head_dim, block_size, window; /* window 0: none */
+    int32_t num_query_heads, num_kv_heads, head_dim, block_size, window; /* window 0: none */
     float eps, scale;
     const void *input, *second, *weight, *bias, *third;
     void *output;          /* NULL where only the quantised form of the rows is wanted */
-    void *extra, *cache;
+    void *extra, *scratch;
+    KVLayer kv;
     Quantised quantised;   /* the input's quantised form; q is NULL for none */
     Quantised made;        /* where the output's quantised form goes; q is NULL for none */
     const BatchHeader *batch;

@@ -167,9 +167,13 @@ INLINE void store_kv(char *keys, char *values, const float *key, const float *va
     }
 }
 
-/* Where the elements of one block, layer and KV head begin: K, or V. */
-INLINE int64_t cache_offset(const Command *c, int64_t block, int is_value, int head) {
-    return (((block * c->num_layers + c->layer) * 2 + is_value) * c->num_kv_heads + head) * c->block_size * c->head_dim;
+/* Where the K of one block and KV head begins, and where its V. */
+INLINE char *keys_of(const KVLayer *kv, int64_t block, int head) {
+    return kv->keys + block * kv->block_stride + head * kv->key_head_stride;
+}
+
+INLINE char *values_of(const KVLayer *kv, int64_t block, int head) {
+    return kv->values + block * kv->block_stride + head * kv->value_head_stride;
 }
 
 /* Normalise (if asked) and rotate one head in place: element i with i + half, by row[i] = cos, row[half + i] = sin. */
@@ -197,9 +201,7 @@ static void rope_and_cache(const Command *c, int t) {
     for (int h = 0; h < kv_heads; h++) {
         float *key = row + (heads + h) * dim, *value = key + kv_heads * dim;
         rotate_head(key, dim, rope_row, c->bias, c->eps);
-        const int bytes = element_bytes(c->kind);
-        char *keys = (char *)c->cache + cache_offset(c, block, 0, h) * bytes;
-        char *values = (char *)c->cache + cache_offset(c, block, 1, h) * bytes;
+        char *keys = keys_of(&c->kv, block, h), *values = values_of(&c->kv, block, h);
         switch (c->kind) {
         case KIND_F32: store_kv(keys, values, key, value, c->block_size, dim, place, KIND_F32); break;
         case KIND_F16: store_kv(keys, values, key, value, c->block_size, dim, place, KIND_F16); break;

@@ -1,7 +1,7 @@
 /* One token from one row of logits, by the rules of minipaged/ops/reference/sampling.py.
  *
  * input: logits [rows, in]; second, weight, bias: temperature, top_p, min_p, float32 [rows]; extra: top_k, int32
- * [rows]; third: uniform numbers, float64 [rows]; cache: scratch, float32 [rows, in]; output: token ids, int32 [rows],
+ * [rows]; third: uniform numbers, float64 [rows]; scratch: float32 [rows, in]; output: token ids, int32 [rows],
  * -1 where the logits hold NaN or nothing finite.
  *
  * What top-k and top-p keep is a prefix of the tokens in descending order of their logits, ties by smaller id. Its end
@@ -174,7 +174,7 @@ INLINE vfloat weigh(vfloat logits, float peak, float temperature) {
 static void sample(const Command *c, int row) {
     const int size = c->in;
     const float *logits = (const float *)c->input + (int64_t)row * size;
-    float *weights = (float *)c->cache + (int64_t)row * size;
+    float *weights = (float *)c->scratch + (int64_t)row * size;
     int32_t *chosen = (int32_t *)c->output + row;
 
     /* Logic first, in vectors; then the first token that has the largest logit. */

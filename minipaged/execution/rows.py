@@ -23,8 +23,10 @@ class StepArrays:
     """[T], sequence after sequence"""
     positions: Int32
     """[T]"""
+    kv_extents: Int32
+    """[T]: how many tokens' KV of its sequence each token sees, its own as the last"""
     slots: Int64
-    """[T]: block * block_size + position % block_size"""
+    """[T]: block * block_size + (kv_extent - 1) % block_size"""
     cu_seqlens: Int32
     """[S + 1]: tokens [cu_seqlens[s], cu_seqlens[s + 1]) belong to sequence s."""
     rows: Int32
@@ -64,6 +66,7 @@ class StepArrays:
         return StepArrays(
             token_ids=self.token_ids[tokens],
             positions=self.positions[tokens],
+            kv_extents=self.kv_extents[tokens],
             slots=self.slots[tokens],
             cu_seqlens=cu_seqlens,
             rows=self.rows[sequences],
@@ -91,6 +94,7 @@ class Rows:
         self._max_model_len = max_model_len
         self._admissions: dict[int, Admission] = {}
         self._num_computed = np.zeros(max_running, np.int32)
+        self._kv_extent = np.zeros(max_running, np.int32)  # tokens whose KV is in the blocks
         self._last_token = np.zeros(max_running, np.int32)
         self._decodes = np.zeros(max_running, np.bool_)
         self._tables = np.full((max_running, -(-max_model_len // block_size)), -1, np.int32)
@@ -156,6 +160,7 @@ class Rows:
         rows = copy.copy(self)
         rows._num_computed, rows._last_token = self._num_computed.copy(), self._last_token.copy()
         rows._decodes, rows._tables = self._decodes.copy(), self._tables.copy()
+        rows._kv_extent = self._kv_extent.copy()
         rows._admissions, rows._changed = self._admissions.copy(), []
         return rows
 
@@ -184,10 +189,11 @@ class Rows:
         written: set[tuple[int, int]] = set()
         for row, start, num_tokens in work:
             assert start + num_tokens <= self._max_model_len, f"row {row} passes max_model_len {self._max_model_len}"
-            for position in range(start, start + num_tokens):
-                block = int(self._tables[row, position // self._block_size])
-                slot = (block, position % self._block_size)
-                assert block >= 0, f"row {row} has no block for position {position}"
+            kv_extent = int(self._kv_extent[row])
+            for place in range(kv_extent, kv_extent + num_tokens):
+                block = int(self._tables[row, place // self._block_size])
+                slot = (block, place % self._block_size)
+                assert block >= 0, f"row {row} has no block for position {start + place - kv_extent}"
                 assert slot not in written, f"two sequences write slot {slot[1]} of block {block}"
                 written.add(slot)
 
@@ -205,7 +211,7 @@ class Rows:
     def _admit(self, admission: Admission) -> None:
         row, known = admission.row, len(admission.token_ids)
         self._admissions[row] = admission
-        self._num_computed[row] = admission.num_computed
+        self._num_computed[row] = self._kv_extent[row] = admission.num_computed
         self._last_token[row] = admission.token_ids[-1]
         self._decodes[row] = admission.num_computed == known - 1
         self._tables[row] = -1
@@ -223,11 +229,12 @@ class Rows:
             self._last_token[fork.parent] if fork.token is None else fork.token for fork in forks
         ]
         self._tables[children] = self._tables[parents]
+        self._kv_extent[children] = self._kv_extent[parents] - (self._num_computed[parents] - computed)
         self._num_computed[children] = computed
         self._decodes[children] = True
-        for fork, admission, num_computed in zip(forks, of_parents, computed, strict=True):
+        for fork, admission in zip(forks, of_parents, strict=True):
             self._admissions[fork.child] = replace(admission, row=fork.child, sample_index=fork.sample_index)
-            self._note_changes(fork.child, int(num_computed) // self._block_size + 1)
+            self._note_changes(fork.child, int(self._kv_extent[fork.child]) // self._block_size + 1)
 
     def _update_tables(self, updates: Sequence[TableUpdate]) -> None:
         rows, columns, blocks = np.array(updates, np.int64).T
@@ -245,12 +252,13 @@ class Rows:
             self._decode_cu_seqlens = np.arange(len(plan.decode_rows) + 1, dtype=np.int32)
         rows, starts = self._decode_rows, self._decode_cu_seqlens
         positions = self._num_computed[rows]
-        next_positions = positions + np.int32(1)
-        self._num_computed[rows] = next_positions
+        next_positions, kv_extents = positions + np.int32(1), self._kv_extent[rows] + np.int32(1)
+        self._num_computed[rows], self._kv_extent[rows] = next_positions, kv_extents
         return StepArrays(
             token_ids=self._last_token[rows],
             positions=positions,
-            slots=self._slots(rows, positions),
+            kv_extents=kv_extents,
+            slots=self._slots(rows, kv_extents),
             cu_seqlens=starts,
             rows=rows,
             sampling=starts[:-1],
@@ -262,12 +270,15 @@ class Rows:
 
     def _with_chunks(self, decodes: StepArrays, chunks: tuple[Chunk, ...]) -> StepArrays:
         num_decodes = len(decodes.rows)
-        token_ids, positions, slots = [decodes.token_ids], [decodes.positions], [decodes.slots]
+        token_ids, positions = [decodes.token_ids], [decodes.positions]
+        kv_extents, slots = [decodes.kv_extents], [decodes.slots]
         for row, start, num_tokens, samples, _ in chunks:
             end = start + num_tokens
             token_ids.append(np.array(self._admissions[row].token_ids[start:end], np.int32))
             positions.append(np.arange(start, end, dtype=np.int32))
-            slots.append(self._slots(np.int32(row), positions[-1]))
+            kv_extents.append(self._kv_extent[row] + np.arange(1, num_tokens + 1, dtype=np.int32))
+            slots.append(self._slots(np.int32(row), kv_extents[-1]))
+            self._kv_extent[row] += num_tokens
             self._num_computed[row] = end
             self._decodes[row] = samples
         rows = np.concatenate([decodes.rows, np.array([chunk.row for chunk in chunks], np.int32)])
@@ -281,6 +292,7 @@ class Rows:
         return StepArrays(
             token_ids=np.concatenate(token_ids),
             positions=all_positions,
+            kv_extents=np.concatenate(kv_extents),
             slots=np.concatenate(slots),
             cu_seqlens=cu_seqlens,
             rows=rows,
@@ -292,8 +304,9 @@ class Rows:
             sampling_version=sampling_version,
         )
 
-    def _slots(self, rows: Int32 | np.int32, positions: Int32) -> Int64:
-        columns, offsets = np.divmod(positions, np.int32(self._block_size))
+    def _slots(self, rows: Int32 | np.int32, kv_extents: Int32) -> Int64:
+        """Where the KV of the last token of each extent stands."""
+        columns, offsets = np.divmod(kv_extents - np.int32(1), np.int32(self._block_size))
         blocks: Int64 = self._tables[rows, columns].astype(np.int64)
         return blocks * self._block_size + offsets
 

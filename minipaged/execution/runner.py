@@ -15,7 +15,7 @@ from minipaged.config import EngineConfig
 from minipaged.errors import DeviceError, RequestFailedError
 from minipaged.execution.rows import Int32, Rows, StepArrays
 from minipaged.execution.sampling import SamplingState, Selection
-from minipaged.ops.base import Array, Batch, HostArray, Ops, PendingCopy, Sampled, Weight
+from minipaged.ops.base import Array, Batch, HostArray, KVPool, Ops, PendingCopy, Sampled, Weight
 from minipaged.ops.reference.sampling import logprobs
 from minipaged.output import TokenLogprob
 from minipaged.step import Logprobs, SequenceResult, StepPlan, StepResult
@@ -27,7 +27,7 @@ PROMPT_LOGPROBS_ELEMENTS = 2**24
 class Model(Protocol[Array]):
     """The forward pass, as the runner sees it."""
 
-    def forward(self, batch: Batch[Array], cache: Array) -> Array:
+    def forward(self, batch: Batch[Array], cache: KVPool[Array]) -> Array:
         """Write the KV of the batch's T tokens; returns what `logits` needs of them, [T, hidden]."""
 
     def logits(self, hidden: Array, batch: Batch[Array]) -> Array:
@@ -79,7 +79,7 @@ class Runner(Generic[Array, Weight]):
         self,
         ops: Ops[Array, Weight],
         model: Model[Array],
-        cache: Array,
+        cache: KVPool[Array],
         host_cache: NDArray[np.uint8],
         config: EngineConfig,
         *,
@@ -145,6 +145,7 @@ class Runner(Generic[Array, Weight]):
         batch: Batch[HostArray] = Batch(
             token_ids=arrays.token_ids,
             positions=arrays.positions,
+            kv_extents=arrays.kv_extents,
             slots=arrays.slots,
             cu_seqlens=arrays.cu_seqlens,
             rows=arrays.rows,

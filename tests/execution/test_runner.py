@@ -17,6 +17,8 @@ import minipaged.execution.runner
 from minipaged.config import EngineConfig
 from minipaged.errors import DeviceError, RequestFailedError
 from minipaged.execution.runner import Runner
+from minipaged.ops.base import KVPool
+from minipaged.ops.reference.numpy_ops import Array
 from minipaged.ops.reference.ops import ReferenceOps
 from minipaged.output import TokenLogprob
 from minipaged.params import SamplingParams
@@ -68,7 +70,7 @@ class LateOps(ReferenceOps):
         self.copies: list[LateCopy] = []
 
     def blocks_to_host(
-        self, cache: NDArray[np.generic], host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]
+        self, cache: KVPool[Array], host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]
     ) -> LateCopy:
         super().blocks_to_host(cache, host, pairs)
         self.copies.append(LateCopy())
@@ -82,7 +84,7 @@ class Driver:
         ops = ops or ReferenceOps()
         self.model = HistoryModel()
         cache, host_cache = history_cache(ops, num_blocks=NUM_BLOCKS, block_size=B)
-        cache[:] = np.nan
+        ops.fill_blocks(cache, range(NUM_BLOCKS), np.nan)
         config = EngineConfig(max_running=MAX_RUNNING, block_size=B, debug=True)
         self.runner = Runner(
             ops,

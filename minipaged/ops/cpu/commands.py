@@ -45,17 +45,18 @@ class Op(IntEnum):
 
 COMMAND_DTYPE = np.dtype(
     [
-        *((name, np.int32) for name in ("op", "kind", "rows", "in", "out", "in_stride", "layer", "num_layers")),
+        *((name, np.int32) for name in ("op", "kind", "rows", "in", "out", "in_stride")),
         *((name, np.int32) for name in ("num_query_heads", "num_kv_heads", "head_dim", "block_size", "window")),
         *((name, np.float32) for name in ("eps", "scale")),
-        *((name, np.uint64) for name in ("input", "second", "weight", "bias", "third", "output", "extra", "cache")),
+        *((name, np.uint64) for name in ("input", "second", "weight", "bias", "third", "output", "extra", "scratch")),
+        *((name, np.int64) for name in ("keys", "values", "block_stride", "key_head_stride", "value_head_stride")),
         *((name, np.uint64) for name in ("q", "q_scale", "q_sum", "made_q", "made_scale", "made_sum", "batch")),
     ],
     align=True,
 )
 """`Command` of cpu/command.h."""
 
-HEADER_FIELDS = ("token_ids", "positions", "slots", "cu_seqlens", "rows", "block_tables", "sampled")
+HEADER_FIELDS = ("token_ids", "positions", "kv_extents", "slots", "cu_seqlens", "rows", "block_tables", "sampled")
 """`BatchHeader` of cpu/command.h: these addresses, then the tables' width and the number of sequences."""
 
 COMMAND_FIELDS = COMMAND_DTYPE.names or ()

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minipaged.errors import ConfigError
-from minipaged.ops.base import Batch, CacheShape, Dimensions, ElementTypes, Sampled, SamplingBatch
+from minipaged.kv.layout import ElementType, KVLayout
+from minipaged.ops.base import Batch, Dimensions, ElementTypes, KVPool, Sampled, SamplingBatch
 from minipaged.ops.cpu.commands import CommandRunner, Function, Op, Quantised, address
 from minipaged.ops.cpu.packing import GROUP, Arena, Kind, PackedMatrix, pack, pack_gate_up
 from minipaged.ops.philox import uniforms
@@ -39,7 +40,7 @@ class CpuOps(NumpyOps):
     def __init__(self, num_threads: int, instruction_set: str | None = None) -> None:
         self._commands = CommandRunner(num_threads, instruction_set)
         self.instruction_set = self._commands.instruction_set
-        self.kv_dtype = "bfloat16" if self.instruction_set.endswith("bf16") else "float16"
+        self.kv_dtype: ElementType = "bfloat16" if self.instruction_set.endswith("bf16") else "float16"
         self._arena = Arena()
         self._scratch = np.empty(0, np.float32)
 
@@ -71,11 +72,11 @@ class CpuOps(NumpyOps):
         """float32 [max_model_len, head_dim]: a row's cosines, then its sines."""
         return np.ascontiguousarray(np.concatenate([cos, sin], axis=1), np.float32)
 
-    def allocate_cache(self, shape: CacheShape, dtype: str) -> Array:
-        """As every backend's, with room behind it: the kernels read whole vectors."""
-        exact = super().allocate_cache(shape, dtype)
-        with_room = np.zeros(exact.size + MAX_BLOCK_SIZE, exact.dtype)
-        return with_room[: exact.size].reshape(exact.shape)
+    def allocate_cache(self, layout: KVLayout, num_blocks: int) -> KVPool[Array]:
+        """Bytes [num_blocks, layout.bytes_per_block], with room behind them: the kernels read whole vectors."""
+        size = num_blocks * layout.bytes_per_block
+        with_room = np.zeros(size + MAX_BLOCK_SIZE * layout.keys.element_bytes, np.uint8)
+        return KVPool(layout, num_blocks, with_room[:size].reshape(num_blocks, layout.bytes_per_block))
 
     def close(self) -> None:
         """Forget the recorded passes; threads end when the last reference to this object does."""
@@ -150,14 +151,14 @@ class CpuOps(NumpyOps):
         self,
         qkv: Array,
         rope: Array,
-        cache: Array,
+        cache: KVPool[Array],
         layer: int,
         batch: Batch[Array],
         num_query_heads: int,
         norms: tuple[Array, Array, float] | None,
     ) -> Array:
         """Rotates q and k in place; the result is a view of qkv."""
-        head_dim = cache.shape[5]
+        head_dim = cache.layout.keys.width
         q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
         self._commands.emit(
             qkv,
@@ -174,7 +175,7 @@ class CpuOps(NumpyOps):
         return qkv[:, : num_query_heads * head_dim].reshape(len(qkv), num_query_heads, head_dim)
 
     def paged_attention(
-        self, query: Array, cache: Array, layer: int, batch: Batch[Array], scale: float, window: int | None
+        self, query: Array, cache: KVPool[Array], layer: int, batch: Batch[Array], scale: float, window: int | None
     ) -> Array:
         """Online softmax over the blocks, in order of position; and quantisation of heads that are whole groups."""
         num_tokens, num_query_heads, head_dim = query.shape
@@ -237,22 +238,29 @@ class CpuOps(NumpyOps):
             bias=address(batch.min_p),
             third=address(numbers),
             extra=address(batch.top_k),
-            cache=address(self._scratch),
+            scratch=address(self._scratch),
         )
         if batch.num_logprobs < 0:
             return Sampled(token_ids, None, None, None)
         return Sampled(token_ids, *logprobs(float32(raw_logits), token_ids, batch.num_logprobs))
 
 
-def _cache_fields(cache: Array, layer: int) -> dict[str, int]:
-    _, num_layers, _, num_kv_heads, block_size, head_dim = cache.shape
-    kinds = {"float32": Kind.F32, "float16": Kind.F16, "bfloat16": Kind.BF16}
+KINDS = {"float32": Kind.F32, "float16": Kind.F16, "bfloat16": Kind.BF16}
+"""Element types of the KV cache."""
+
+
+def _cache_fields(cache: KVPool[Array], layer: int) -> dict[str, int]:
+    """Where the layer's K and V are: `KVLayer` of cpu/command.h, and the sizes of a head."""
+    layout = cache.layout
+    keys, values, start = layout.keys, layout.values, address(cache.data) + layer * layout.layer_stride
     return {
-        "kind": kinds[cache.dtype.name],
-        "layer": layer,
-        "num_layers": num_layers,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "block_size": block_size,
-        "cache": address(cache),
+        "kind": KINDS[keys.element_type],
+        "num_kv_heads": keys.num_heads,
+        "head_dim": keys.width,
+        "block_size": layout.block_size,
+        "keys": start + keys.offset,
+        "values": start + values.offset,
+        "block_stride": layout.bytes_per_block,
+        "key_head_stride": keys.head_stride,
+        "value_head_stride": values.head_stride,
     }

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from minipaged.ops.base import Batch, HostArray, StepLimits
+from minipaged.ops.cuda import launches
 from minipaged.ops.cuda.kernels import CudaKernels
 from minipaged.ops.cuda.memory import CudaMemory
 from minipaged.ops.cuda.staging import Staging
@@ -27,6 +28,7 @@ FIELDS: tuple[tuple[str, DTypeLike], ...] = (
     ("slots", np.int64),
     ("token_ids", np.int32),
     ("positions", np.int32),
+    ("kv_extents", np.int32),
     ("cu_seqlens", np.int32),
     ("rows", np.int32),
     ("sampled", np.int32),
@@ -104,7 +106,7 @@ class StepBuffer:
         assert num_tokens <= self.limits.max_tokens, f"{num_tokens} tokens in a step"
         assert num_sequences <= self.limits.max_sequences, f"{num_sequences} sequences in a step"
         arrays = {name: np.asarray(getattr(batch, name), dtype) for name, dtype in FIELDS}
-        num_splits = int(arrays["positions"].max()) // self._kernels.kv_split + 1
+        num_splits = -(-int(arrays["kv_extents"].max()) // self._kernels.kv_split)
         cu_seqlens = arrays["cu_seqlens"].astype(np.int32, copy=False)
         if padded_size is None:
             self._send(arrays, sizes, *self._changes(batch.block_tables, changed))
@@ -156,7 +158,7 @@ class StepBuffer:
                 self._view(layout.blocks, len(places), np.int32),
                 np.int32(len(places)),
             )
-            self._kernels.launch("update_tables", (-(-len(places) // 256),), 256, arguments)
+            self._kernels.start("update_tables", launches.update_tables(len(places)), arguments)
 
     def _padded(self, arrays: dict[str, NDArray[np.generic]], size: int) -> dict[str, NDArray[np.generic]]:
         count = size - len(arrays["rows"])
@@ -166,6 +168,7 @@ class StepBuffer:
             "slots": self._scratch_block * self._block_size + slots,
             "token_ids": np.zeros(count),
             "positions": np.zeros(count),
+            "kv_extents": np.ones(count),
             "cu_seqlens": filling + 1,
             "rows": np.full(count, self.limits.max_sequences),
             "sampled": filling,
@@ -207,7 +210,7 @@ def _layout(sizes: Sizes, num_changes: int) -> _Layout:
 def _counts(sizes: Sizes) -> tuple[int, ...]:
     """Elements of each of FIELDS."""
     num_tokens, num_sequences, num_sampled = sizes
-    return num_tokens, num_tokens, num_tokens, num_sequences + 1, num_sequences, num_sampled, num_sampled
+    return num_tokens, num_tokens, num_tokens, num_tokens, num_sequences + 1, num_sequences, num_sampled, num_sampled
 
 
 def aligned(offset: int) -> int:
