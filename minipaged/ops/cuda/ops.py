@@ -170,7 +170,8 @@ class CudaOps:
     def allocate_host_cache(self, layout: KVLayout, num_blocks: int) -> NDArray[np.uint8]:
         """Page-locked."""
         size = num_blocks * layout.bytes_per_block
-        return self._memory.allocate_pinned(size, f"{num_blocks} swapped KV blocks").reshape(num_blocks, -1)
+        pool = self._memory.allocate_pinned(size, f"{num_blocks} swapped KV blocks")
+        return pool.reshape(num_blocks, layout.bytes_per_block)
 
     def _block_elements(self, layout: KVLayout) -> int:
         return layout.bytes_per_block // self._dtype.itemsize
