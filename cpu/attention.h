@@ -1,4 +1,5 @@
-/* Causal attention of every token over its sequence's positions 0..p (the last `window` of them) in the paged cache.
+/* Causal attention of every token over the KV that it sees: that of the first `kv_extents[t]` tokens of its sequence, or
+ * the last `window` of them. A position here is a place among those, counted from 0.
  *
  * input: q [rows, in_stride], head h at h * head_dim; output [rows, query heads * head_dim]. A piece of work is up to
  * QUERIES tokens of one sequence and some KV heads; its rows are those tokens' query heads, KV head after KV head. They
@@ -61,8 +62,8 @@ INLINE int find_piece(const Attention *c, int s, int number, int heads, Piece *p
     const int end_head = first_head + heads < c->cache.num_kv_heads ? first_head + heads : c->cache.num_kv_heads;
     const int first = batch->cu_seqlens[s] + number / shares * QUERIES, limit = batch->cu_seqlens[s + 1];
     const int end = first + QUERIES < limit ? first + QUERIES : limit;
-    const int first_block = first_seen(c, batch->positions[first]) / c->cache.block_size;
-    const int last_block = batch->positions[end - 1] / c->cache.block_size;
+    const int first_block = first_seen(c, batch->kv_extents[first] - 1) / c->cache.block_size;
+    const int last_block = (batch->kv_extents[end - 1] - 1) / c->cache.block_size;
     *piece = (Piece){s, number, first_head, end_head, first, end, first_block, last_block};
     return 1;
 }
@@ -77,14 +78,14 @@ INLINE void find_tile(const Attention *c, const Piece *piece, int number, KVTile
     tile->first = piece->first_block > column ? piece->first_block - column : 0;
     tile->end = piece->last_block < column + blocks ? piece->last_block + 1 - column : blocks;
     for (int b = tile->first; b < tile->end; b++) {
-        tile->keys[b] = cached_head(&c->cache, table[column + b], 0, piece->first_head);
-        tile->values[b] = cached_head(&c->cache, table[column + b], 1, piece->first_head);
+        tile->keys[b] = keys_of(&c->cache, table[column + b], piece->first_head);
+        tile->values[b] = values_of(&c->cache, table[column + b], piece->first_head);
     }
 }
 
 /* Query head h of token t, before the first tile. */
 INLINE QueryRow begin_row(const Attention *c, int t, int h) {
-    const int dim = c->cache.head_dim, position = c->batch->positions[t];
+    const int dim = c->cache.head_dim, position = c->batch->kv_extents[t] - 1;
     const float *query = c->input + (int64_t)t * c->stride + h * dim;
     float *acc = c->output + ((int64_t)t * c->num_query_heads + h) * dim;
     memset(acc, 0, dim * sizeof(float));
@@ -107,7 +108,7 @@ static void attention(const Attention *c, int index, int num_threads) {
     find_piece(c, 0, index, most_heads, &piece);
     if (!find_piece(c, piece.sequence, piece.number + num_threads, most_heads, &next)) next = piece;
     const int heads = piece.end_head - piece.first_head;
-    const int block_bytes = c->cache.block_size * c->cache.head_dim * element_bytes(c->cache.kind);
+    const int64_t key_stride = c->cache.key_head_stride, value_stride = c->cache.value_head_stride;
     QueryRow rows[KV_HEADS][QUERIES * HEADS];
     QueryPairs queries[KV_HEADS][QUERIES * HEADS]; /* the same queries, where K is in bfloat16 */
     for (int g0 = 0; g0 < group; g0 += HEADS) { /* so many query heads at a time that `rows` is bounded */
@@ -117,7 +118,8 @@ static void attention(const Attention *c, int index, int num_threads) {
                 for (int g = 0; g < together; g++) {
                     const int r = (t - piece.first) * together + g;
                     rows[head][r] = begin_row(c, t, (piece.first_head + head) * group + g0 + g);
-                    if (c->cache.kind == KIND_BF16) round_to_pairs(rows[head][r].query, 0, c->cache.head_dim, queries[head][r]);
+                    if (c->cache.kind == KIND_BF16)
+                        round_to_pairs(rows[head][r].query, 0, c->cache.head_dim, queries[head][r]);
                 }
         KVTile tiles[2];
         const int last = piece.last_block / blocks;
@@ -129,11 +131,12 @@ static void attention(const Attention *c, int index, int num_threads) {
                 find_tile(c, &piece, number + 1, then);
             else
                 find_tile(c, &next, next.first_block / blocks, then);
-            Ahead ahead = {then, then->first, 0, 0, block_bytes * heads};
+            Ahead ahead = {then, then->first, 0, 0, {key_stride * heads, value_stride * heads}};
             for (int head = 0; head < heads; head++) {
-                tiles[now].head = (int64_t)head * block_bytes;
+                tiles[now].key_head = head * key_stride, tiles[now].value_head = head * value_stride;
                 for (int r = 0; r < count; r += QUERY_ROWS) {
-                    AttendRows *attend = attend_function(count - r < QUERY_ROWS ? count - r : QUERY_ROWS, c->cache.kind);
+                    const int num_rows = count - r < QUERY_ROWS ? count - r : QUERY_ROWS;
+                    AttendRows *attend = attend_function(num_rows, c->cache.kind);
                     attend(c, &tiles[now], &ahead, rows[head] + r, queries[head] + r);
                 }
             }

@@ -33,7 +33,7 @@ typedef struct {
 /* Where the blocks of a tile are. */
 typedef struct {
     const char *keys[TILE_POSITIONS], *values[TILE_POSITIONS]; /* of the first KV head */
-    int64_t head;   /* bytes from there to the KV head in turn */
+    int64_t key_head, value_head; /* bytes from there to the KV head in turn */
     int first, end; /* blocks [first, end) of the tile are named */
     int base;       /* position of the first slot */
     int size;       /* positions of a block, at most TILE_POSITIONS */
@@ -44,7 +44,8 @@ typedef struct {
  * prefetches by itself, and many requests at once would make the products wait. */
 typedef struct {
     const KVTile *tile;
-    int block, is_value, offset, bytes;
+    int block, is_value;
+    int64_t offset, bytes[2]; /* of a block: K, V */
 } Ahead;
 
 INLINE void look_ahead(Ahead *ahead) {
@@ -52,7 +53,7 @@ INLINE void look_ahead(Ahead *ahead) {
     const char *begin = ahead->is_value ? ahead->tile->values[ahead->block] : ahead->tile->keys[ahead->block];
     for (int i = 0; i < 512; i += 64) prefetch(begin + ahead->offset + i);
     ahead->offset += 512;
-    if (ahead->offset < ahead->bytes) return;
+    if (ahead->offset < ahead->bytes[ahead->is_value]) return;
     ahead->offset = 0;
     ahead->block += ahead->is_value;
     ahead->is_value ^= 1;
@@ -93,7 +94,7 @@ INLINE void score_vectors(const Work *w, int vector, const int count, const int 
     vfloat sums[QUERY_ROWS][4];
     for (int v = 0; v < count; v++) {
         const int at = vector + v, block = at / tile->vectors, offset = at % tile->vectors * LANES;
-        keys[v] = tile->keys[block] + tile->head + key_offset(tile->size, offset, 0, kind);
+        keys[v] = tile->keys[block] + tile->key_head + key_offset(tile->size, offset, 0, kind);
         for (int r = 0; r < num_rows; r++) sums[r][v] = spread(0);
     }
     if (kind == KIND_BF16) {
@@ -176,7 +177,7 @@ INLINE void add_vectors(const Work *w, int element, int low, int high, const int
     for (int r = 0; r < num_rows; r++)
         for (int v = 0; v < count; v++) sums[r][v] = load(w->rows[r].acc + element + v * LANES);
     for (int block = low / tile->size; block * tile->size < high; block++) {
-        const char *values = tile->values[block] + tile->head;
+        const char *values = tile->values[block] + tile->value_head;
         const int base = block * tile->size, at = block * tile->vectors * LANES;
         const int begin = low > base ? low - base : 0, end = high - base < tile->size ? high - base : tile->size;
         if (kind == KIND_BF16) {
@@ -236,7 +237,7 @@ INLINE void add_positions(const Work *all, int first, int low, int high, const i
         for (int r = 0; r < num_rows; r++)
             for (int at = low; at < high; at++) {
                 const int block = at / tile->size, j = at % tile->size;
-                const char *p = tile->values[block] + tile->head + value_offset(tile->size, dim, j, i, kind);
+                const char *p = tile->values[block] + tile->value_head + value_offset(tile->size, dim, j, i, kind);
                 const vfloat value = kind == KIND_BF16 ? load_bfloat((const uint16_t *)p) : load_element(p, 0, kind);
                 w.rows[r].acc[i] += value[0] * w.scores[r][block * tile->vectors * LANES + j];
             }

@@ -24,16 +24,17 @@ typedef struct {
 
 /* The tokens of a step: what the kernels read of ops/base.py's Batch. */
 typedef struct {
-    const int32_t *token_ids, *positions;
+    const int32_t *token_ids, *positions, *kv_extents;
     const int64_t *slots;
     const int32_t *cu_seqlens, *rows, *block_tables, *sampled;
     int64_t table_stride, num_sequences;
 } BatchHeader;
 
-/* One layer of the KV cache. */
+/* One layer of the KV cache: what the kernels need of KVLayout (minipaged/kv/layout.py). Strides are bytes. */
 typedef struct {
-    char *base;
-    int32_t kind, layer, num_layers, num_kv_heads, head_dim, block_size;
+    char *keys, *values; /* of KV head 0 in block 0 */
+    int64_t block_stride, key_head_stride, value_head_stride;
+    int32_t kind, num_kv_heads, head_dim, block_size;
 } KVCache;
 
 /* Every command begins with its operation and the number of rows that it makes, T or N. `width` is that of a row;

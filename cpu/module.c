@@ -137,7 +137,8 @@ typedef struct {
 #define HEAD(type) FIELD(type, op) FIELD(type, rows)
 #define QUANTISED(type, name) FIELD(type, name.q) FIELD(type, name.scale) FIELD(type, name.sum)
 #define KV_CACHE(type)                                                                              \
-    FIELD(type, cache.base) FIELD(type, cache.kind) FIELD(type, cache.layer) FIELD(type, cache.num_layers) \
+    FIELD(type, cache.keys) FIELD(type, cache.values) FIELD(type, cache.block_stride)               \
+    FIELD(type, cache.key_head_stride) FIELD(type, cache.value_head_stride) FIELD(type, cache.kind) \
     FIELD(type, cache.num_kv_heads) FIELD(type, cache.head_dim) FIELD(type, cache.block_size)
 #define PRODUCT(type)                                                                                         \
     HEAD(type) FIELD(type, kind) FIELD(type, in) FIELD(type, out) FIELD(type, stride) FIELD(type, input) \
@@ -145,7 +146,8 @@ typedef struct {
 
 /* Python knows no others, and gives a value to each of these. */
 static const Field fields[] = {
-    FIELD(BatchHeader, token_ids) FIELD(BatchHeader, positions) FIELD(BatchHeader, slots)
+    FIELD(BatchHeader, token_ids) FIELD(BatchHeader, positions)
+    FIELD(BatchHeader, kv_extents) FIELD(BatchHeader, slots)
     FIELD(BatchHeader, cu_seqlens) FIELD(BatchHeader, rows) FIELD(BatchHeader, block_tables)
     FIELD(BatchHeader, sampled) FIELD(BatchHeader, table_stride) FIELD(BatchHeader, num_sequences)
 

@@ -172,11 +172,13 @@ INLINE void store_kv(const Slot *slot, const float *key, const float *value, con
     }
 }
 
-/* Where K (or V) of one KV head begins in a block. */
-INLINE char *cached_head(const KVCache *cache, int64_t block, int is_value, int head) {
-    const int64_t plane = (block * cache->num_layers + cache->layer) * 2 + is_value;
-    const int64_t elements = (plane * cache->num_kv_heads + head) * cache->block_size * cache->head_dim;
-    return cache->base + elements * element_bytes(cache->kind);
+/* Where the K of one block and KV head begins, and where its V. */
+INLINE char *keys_of(const KVCache *cache, int64_t block, int head) {
+    return cache->keys + block * cache->block_stride + head * cache->key_head_stride;
+}
+
+INLINE char *values_of(const KVCache *cache, int64_t block, int head) {
+    return cache->values + block * cache->block_stride + head * cache->value_head_stride;
 }
 
 /* Normalise (if asked) and rotate one head in place: element i with i + half, by row[i] = cos, row[half + i] = sin. */
@@ -204,7 +206,7 @@ static void rope_and_cache(const RopeAndCache *c, int t) {
     for (int h = 0; h < kv_heads; h++) {
         float *key = row + (heads + h) * dim, *value = key + kv_heads * dim;
         rotate_head(key, dim, rope_row, c->k_norm, c->eps);
-        const Slot place = {cached_head(cache, block, 0, h), cached_head(cache, block, 1, h), cache->block_size, dim,
+        const Slot place = {keys_of(cache, block, h), values_of(cache, block, h), cache->block_size, dim,
                             (int)(slot % cache->block_size)};
         switch (cache->kind) {
         case KIND_F32: store_kv(&place, key, value, KIND_F32); break;

@@ -2,8 +2,12 @@
 // launch.
 //
 //   query         ELEMENT [num_tokens, num_query_heads, HEAD_DIM]
-//   cache         ELEMENT [num_blocks, num_layers, 2, num_kv_heads, block_size, HEAD_DIM]
-//   positions     int32 [num_tokens]; consecutive within a sequence
+//   cache         ELEMENT, blocks of all layers; within a head [block_size, HEAD_DIM]. In elements: `block_stride` from
+//                 block to block; K's first head of this layer begins `key_offset` into block 0, and the next one
+//                 `key_head_stride` further on; V likewise
+//   kv_extents    int32 [num_tokens]: how many tokens' KV of its sequence a token sees, its own as the last; consecutive
+//                 within a sequence. A position is a place among those, from 0 on: it need not be where the token stands in
+//                 the text
 //   cu_seqlens  int32 [num_sequences + 1], from any first token on: some sequences of a step may be a launch of their own
 //   rows          int32 [num_sequences]; block_tables int32 [.., table_width]
 //   out           ELEMENT [num_tokens, num_query_heads, HEAD_DIM]
@@ -36,7 +40,7 @@
 //
 // Dynamic shared memory: 2 pitch (2 kTile stages + rows) + 4 rows (HEAD_DIM + 4) bytes with pitch = HEAD_DIM + 8: a row
 // is an odd number of 16-byte chunks, so that ldmatrix meets no bank twice. HEAD_DIM 128: 65,024 in decode, 86,016
-// otherwise; 256: 67,200 and 83,968.
+// otherwise; 256: 75,776 and 83,968.
 //
 // Bytes moved, decode: 4 HEAD_DIM per position and KV head, the floor (batch 64, 2,048 positions, 8 heads of 128 on 4.8
 // TB/s: 112 us), and 2 group / KV_SPLIT of that to write and read partials (group 4: 1.6 %). A block has 2 stages of 16
@@ -83,7 +87,8 @@ __device__ __forceinline__ int first_visible(int position, int window) {
 }
 
 struct Geometry {
-    int num_sequences, num_query_heads, num_kv_heads, num_layers, layer, block_size, table_width, window, max_splits;
+    int num_sequences, num_query_heads, num_kv_heads, block_size, table_width, window, max_splits;
+    long long block_stride, key_offset, key_head_stride, value_offset, value_head_stride;
     float scale;
 };
 
@@ -105,7 +110,7 @@ __device__ __forceinline__ int sequence_of(
 
 template <int kWarps, int kStages>
 __device__ __forceinline__ void attend(
-    const ELEMENT* __restrict__ query, const ELEMENT* __restrict__ cache, const int* __restrict__ positions,
+    const ELEMENT* __restrict__ query, const ELEMENT* __restrict__ cache, const int* __restrict__ kv_extents,
     const int* __restrict__ cu_seqlens, const int* __restrict__ rows, const int* __restrict__ block_tables,
     ELEMENT* __restrict__ out, float* __restrict__ partials, const Geometry& g) {
     constexpr int kThreads = kWarps * 32, kRows = kWarps * 16;
@@ -131,7 +136,7 @@ __device__ __forceinline__ void attend(
     const int num_tokens = min(tokens, sequence_end - first_token), num_rows = num_tokens * heads;
 
     // Which positions they see, and which of those this block takes.
-    const int first_position = positions[first_token], last_position = first_position + num_tokens - 1;
+    const int first_position = kv_extents[first_token] - 1, last_position = first_position + num_tokens - 1;
     const int visible_begin = first_visible(first_position, g.window), visible_end = last_position + 1;
     const bool is_decoded = sequence_end - sequence_start == 1;
     const bool is_split = is_decoded && visible_begin / KV_SPLIT != last_position / KV_SPLIT;
@@ -162,9 +167,9 @@ __device__ __forceinline__ void attend(
 
     // K and V of a tile, through the block table. What no token of this block sees is zeros: slots may hold NaN.
     const int* const table = block_tables + static_cast<long long>(rows[sequence]) * g.table_width;
-    const long long head_stride = static_cast<long long>(g.block_size) * HEAD_DIM;
-    const long long value_offset = g.num_kv_heads * head_stride, block_stride = g.num_layers * 2 * value_offset;
-    const ELEMENT* const head_cache = cache + g.layer * 2 * value_offset + kv_head * head_stride;
+    const ELEMENT* const head_cache = cache + g.key_offset + kv_head * g.key_head_stride;
+    const long long value_offset =  // from a key to its value
+        g.value_offset - g.key_offset + kv_head * (g.value_head_stride - g.key_head_stride);
     const int first_tile = begin / kTile, end_tile = (end + kTile - 1) / kTile;
     auto copy_stage = [&](int tile) {
         if (tile < end_tile) {
@@ -174,7 +179,7 @@ __device__ __forceinline__ void attend(
             long long place = -1;
             if (position >= begin && position < end) {
                 const int block = table[position / g.block_size];
-                place = block * block_stride + static_cast<long long>(position % g.block_size) * HEAD_DIM;
+                place = block * g.block_stride + static_cast<long long>(position % g.block_size) * HEAD_DIM;
             }
 #pragma unroll 4
             for (int i = 0; i < (kTile * kChunks + kThreads - 1) / kThreads; i++) {
@@ -351,34 +356,37 @@ __device__ __forceinline__ void attend(
 }
 
 #define ATTENTION_PARAMETERS                                                                                      \
-    const ELEMENT *__restrict__ query, const ELEMENT *__restrict__ cache, const int *__restrict__ positions,      \
+    const ELEMENT *__restrict__ query, const ELEMENT *__restrict__ cache, const int *__restrict__ kv_extents,     \
         const int *__restrict__ cu_seqlens, const int *__restrict__ rows, const int *__restrict__ block_tables, \
         ELEMENT *__restrict__ out, float *__restrict__ partials, int num_sequences, int num_query_heads,          \
-        int num_kv_heads, int num_layers, int layer, int block_size, int table_width, int window, int max_splits, \
+        int num_kv_heads, int block_size, int table_width, int window, int max_splits, long long block_stride,    \
+        long long key_offset, long long key_head_stride, long long value_offset, long long value_head_stride,     \
         float scale
 
+#define GEOMETRY                                                                                                  \
+    {num_sequences, num_query_heads, num_kv_heads,    block_size,   table_width,       window, max_splits,        \
+     block_stride,  key_offset,      key_head_stride, value_offset, value_head_stride, scale}
+
 extern "C" __global__ void __launch_bounds__(32, 8) attention_decode(ATTENTION_PARAMETERS) {
-    const Geometry geometry = {num_sequences, num_query_heads, num_kv_heads, num_layers, layer,
-                               block_size,    table_width,     window,       max_splits, scale};
-    attend<1, 3>(query, cache, positions, cu_seqlens, rows, block_tables, out, partials, geometry);
+    const Geometry geometry = GEOMETRY;
+    attend<1, 3>(query, cache, kv_extents, cu_seqlens, rows, block_tables, out, partials, geometry);
 }
 
 constexpr int kWarps = HEAD_DIM <= 128 ? 4 : 2;
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 2) attention(ATTENTION_PARAMETERS) {
-    const Geometry geometry = {num_sequences, num_query_heads, num_kv_heads, num_layers, layer,
-                               block_size,    table_width,     window,       max_splits, scale};
-    attend<kWarps, 2>(query, cache, positions, cu_seqlens, rows, block_tables, out, partials, geometry);
+    const Geometry geometry = GEOMETRY;
+    attend<kWarps, 2>(query, cache, kv_extents, cu_seqlens, rows, block_tables, out, partials, geometry);
 }
 
 // Merges the splits of decoded tokens in order. Grid: x num_sequences, y num_query_heads; block: HEAD_DIM / 4 threads,
 // four elements each. Bytes moved: the partials, once.
 extern "C" __global__ void __launch_bounds__(HEAD_DIM / 4) attention_combine(
-    const float* __restrict__ partials, const int* __restrict__ positions, const int* __restrict__ cu_seqlens,
+    const float* __restrict__ partials, const int* __restrict__ kv_extents, const int* __restrict__ cu_seqlens,
     ELEMENT* __restrict__ out, int num_query_heads, int window, int max_splits) {
     const int sequence = blockIdx.x, head = blockIdx.y, token = cu_seqlens[sequence];
     if (cu_seqlens[sequence + 1] - token != 1) return;
-    const int position = positions[token];
+    const int position = kv_extents[token] - 1;
     const int first_split = first_visible(position, window) / KV_SPLIT, last_split = position / KV_SPLIT;
     if (first_split == last_split) return;
 

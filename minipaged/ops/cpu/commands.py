@@ -27,6 +27,9 @@ WORKSPACE_BYTES = 1 << 20
 
 Function = Callable[[Batch[Array]], Array]
 
+ARRAYS = tuple(field.name for field in fields(Batch) if field.name != "device_part")
+"""The arrays of a batch."""
+
 
 class _Recording:
     """A forward pass while it is recorded: what has been done so far, to a batch that stands for every one."""
@@ -34,7 +37,7 @@ class _Recording:
     def __init__(self, batch: Batch[Array]) -> None:
         self.nodes: list[Node] = []
         self.arrays = UnplacedArrays()
-        arrays = {each.name: getattr(batch, each.name) for each in fields(batch)}
+        arrays: dict[str, Array] = {name: getattr(batch, name) for name in ARRAYS}
         self.batch: Batch[Array] = Batch(
             **{name: self.arrays.empty(array.shape, array.dtype) for name, array in arrays.items()}
         )
@@ -87,7 +90,7 @@ class CommandRunner:
         self._recorded[key] = recorded  # the latest last
         if len(self._recorded) > MAX_RECORDED:
             del self._recorded[next(iter(self._recorded))]
-        self._describe({each.name: getattr(batch, each.name) for each in fields(batch)})
+        self._describe({name: getattr(batch, name) for name in ARRAYS})
         self._run(recorded.commands)
         return recorded.output
 

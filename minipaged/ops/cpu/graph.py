@@ -1,8 +1,8 @@
 """Operations as a graph: recorded as nodes, then given memory, then encoded as commands for the C kernels.
 
-While a forward pass is recorded, the arrays it makes have shapes and addresses but no memory: `UnplacedArrays` gives each
-an address that no machine has, so that views of it need no code here, and whatever reads one can be told by address.
-`Graph` then finds who reads what: the floats of an array, its quantised form, or both; what nobody reads is not made.
+While a forward pass is recorded, the arrays that it makes have shapes and addresses but no memory. `UnplacedArrays`
+gives each an address that no machine has: views of it are NumPy's own, and by its address an array is known again.
+`Graph` then finds who reads what: the floats of an array, its quantised form, or both. What nobody reads is not made.
 From that follows from when until when each array must exist, and so where in the workspace it can be.
 
 An array that has memory, such as a weight, is simply an address. An operation outside a recorded pass is a graph of one

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minipaged.errors import ConfigError
-from minipaged.ops.base import Batch, CacheShape, Dimensions, ElementTypes, Sampled, SamplingBatch
+from minipaged.kv.layout import ElementType, KVLayout
+from minipaged.ops.base import Batch, Dimensions, ElementTypes, KVPool, Sampled, SamplingBatch
 from minipaged.ops.cpu.commands import CommandRunner, Function
 from minipaged.ops.cpu.graph import Node, address
 from minipaged.ops.cpu.packing import GROUP, Arena, Kind, PackedMatrix, pack, pack_gate_up
@@ -40,7 +41,7 @@ class CpuOps(NumpyOps):
     def __init__(self, num_threads: int, instruction_set: str | None = None) -> None:
         self._runner = CommandRunner(num_threads, instruction_set)
         self.instruction_set = self._runner.instruction_set
-        self.kv_dtype = "bfloat16" if self.instruction_set.endswith("bf16") else "float16"
+        self.kv_dtype: ElementType = "bfloat16" if self.instruction_set.endswith("bf16") else "float16"
         self._arena = Arena()
         self._scratch = np.empty(0, np.float32)
 
@@ -72,11 +73,11 @@ class CpuOps(NumpyOps):
         """float32 [max_model_len, head_dim]: a row's cosines, then its sines."""
         return np.ascontiguousarray(np.concatenate([cos, sin], axis=1), np.float32)
 
-    def allocate_cache(self, shape: CacheShape, dtype: str) -> Array:
-        """As every backend's, with room behind it: the kernels read whole vectors."""
-        exact = super().allocate_cache(shape, dtype)
-        with_room = np.zeros(exact.size + MAX_BLOCK_SIZE, exact.dtype)
-        return with_room[: exact.size].reshape(exact.shape)
+    def allocate_cache(self, layout: KVLayout, num_blocks: int) -> KVPool[Array]:
+        """Bytes [num_blocks, layout.bytes_per_block], with room behind them: the kernels read whole vectors."""
+        size = num_blocks * layout.bytes_per_block
+        with_room = np.zeros(size + MAX_BLOCK_SIZE * layout.keys.element_bytes, np.uint8)
+        return KVPool(layout, num_blocks, with_room[:size].reshape(num_blocks, layout.bytes_per_block))
 
     def close(self) -> None:
         """Forget the recorded passes; threads end when the last reference to this object does."""
@@ -91,7 +92,7 @@ class CpuOps(NumpyOps):
     def embed(self, token_ids: Array, table: PackedMatrix) -> Array:
         """Rows of the table, decoded."""
         output = self._runner.empty((len(token_ids), table.in_features))
-        numbers = {
+        numbers: dict[str, float] = {
             "kind": table.kind,
             "width": table.in_features,
             "table": address(table.data),
@@ -122,7 +123,7 @@ class CpuOps(NumpyOps):
         )
 
     def _product(self, record: str, x: Array, weight: PackedMatrix, bias: Array | None, width: int) -> Node:
-        numbers = {
+        numbers: dict[str, float] = {
             "kind": weight.kind,
             "in": weight.in_features,
             "out": width,
@@ -137,14 +138,14 @@ class CpuOps(NumpyOps):
         self,
         qkv: Array,
         rope: Array,
-        cache: Array,
+        cache: KVPool[Array],
         layer: int,
         batch: Batch[Array],
         num_query_heads: int,
         norms: tuple[Array, Array, float] | None,
     ) -> Array:
         """Rotates q and k in place; the result is a view of qkv."""
-        head_dim = cache.shape[5]
+        head_dim = cache.layout.keys.width
         q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
         numbers = {
             "num_query_heads": num_query_heads,
@@ -156,12 +157,12 @@ class CpuOps(NumpyOps):
         return qkv[:, : num_query_heads * head_dim].reshape(len(qkv), num_query_heads, head_dim)
 
     def paged_attention(
-        self, query: Array, cache: Array, layer: int, batch: Batch[Array], scale: float, window: int | None
+        self, query: Array, cache: KVPool[Array], layer: int, batch: Batch[Array], scale: float, window: int | None
     ) -> Array:
         """Online softmax over the blocks, in order of position; and quantisation of heads that are whole groups."""
         num_tokens, num_query_heads, head_dim = query.shape
         header = self._runner.header(
-            positions=batch.positions,
+            kv_extents=batch.kv_extents,
             cu_seqlens=batch.cu_seqlens,
             rows=batch.rows,
             block_tables=batch.block_tables,
@@ -201,7 +202,7 @@ class CpuOps(NumpyOps):
                 batch.sample_index.astype(np.uint32, copy=False),
                 batch.positions.astype(np.uint32, copy=False),
             )
-        reads = {
+        reads: dict[str, Array | None] = {
             "logits": logits,
             "temperature": batch.temperature,
             "top_p": batch.top_p,
@@ -224,15 +225,22 @@ def _or_quantised(node: Node) -> Node:
     return node
 
 
-def _cache_fields(cache: Array, layer: int) -> dict[str, int]:
-    _, num_layers, _, num_kv_heads, block_size, head_dim = cache.shape
-    kinds = {"float32": Kind.F32, "float16": Kind.F16, "bfloat16": Kind.BF16}
+KINDS = {"float32": Kind.F32, "float16": Kind.F16, "bfloat16": Kind.BF16}
+"""Element types of the KV cache."""
+
+
+def _cache_fields(cache: KVPool[Array], layer: int) -> dict[str, float]:
+    """`KVCache` of cpu/command.h: where the layer's K and V are."""
+    layout = cache.layout
+    keys, values, start = layout.keys, layout.values, address(cache.data) + layer * layout.layer_stride
     return {
-        "cache.base": address(cache),
-        "cache.kind": kinds[cache.dtype.name],
-        "cache.layer": layer,
-        "cache.num_layers": num_layers,
-        "cache.num_kv_heads": num_kv_heads,
-        "cache.head_dim": head_dim,
-        "cache.block_size": block_size,
+        "cache.keys": start + keys.offset,
+        "cache.values": start + values.offset,
+        "cache.block_stride": layout.bytes_per_block,
+        "cache.key_head_stride": keys.head_stride,
+        "cache.value_head_stride": values.head_stride,
+        "cache.kind": KINDS[keys.element_type],
+        "cache.num_kv_heads": keys.num_heads,
+        "cache.head_dim": keys.width,
+        "cache.block_size": layout.block_size,
     }
