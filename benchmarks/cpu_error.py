@@ -32,7 +32,7 @@ from minipaged.engine.devices import with_device
 from minipaged.models.files.hub import default_model_path
 from minipaged.models.files.model_source import ModelSource, open_model
 from minipaged.models.llama import load_llama
-from minipaged.ops.base import Array, Batch, CacheShape, HostArray, Ops, Weight
+from minipaged.ops.base import Array, Batch, HostArray, Ops, Weight
 from minipaged.ops.cpu.threads import default_num_threads
 
 BLOCK_SIZE = 16
@@ -60,11 +60,11 @@ def minipaged_logits(source: ModelSource, device: Literal["cpu", "reference"], t
         config, length = source.config, len(token_ids)
         num_blocks = -(-length // BLOCK_SIZE)
         model = load_llama(source.checkpoint, config, ops, length)
-        shape = CacheShape(num_blocks, config.num_layers, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
         everything = np.arange(length, dtype=np.int32)
         host: Batch[HostArray] = Batch(
             token_ids=np.array(token_ids, np.int32),
             positions=everything,
+            kv_extents=everything + 1,
             slots=everything.astype(np.int64),
             cu_seqlens=np.array([0, length], np.int32),
             rows=np.zeros(1, np.int32),
@@ -73,7 +73,7 @@ def minipaged_logits(source: ModelSource, device: Literal["cpu", "reference"], t
             next_positions=(everything + 1).astype(np.uint32),
         )
         batch = ops.upload_batch(host, np.arange(num_blocks))
-        cache = ops.allocate_cache(shape, ops.kv_dtype)
+        cache = ops.allocate_cache(config.kv_layout(BLOCK_SIZE, ops.kv_dtype), num_blocks)
         logits = ops.download(model.logits(model.forward(batch, cache), batch)).copy()
         ops.close()
         return logits

@@ -22,7 +22,7 @@ from minipaged.config import EngineConfig
 from minipaged.params import SamplingParams
 from minipaged.scheduling.request import Request
 from minipaged.scheduling.scheduler import Scheduler
-from minipaged.step import StepResult
+from minipaged.step import SequenceResult, StepResult
 
 MAX_MODEL_LEN = 2048
 NUM_REQUESTS = 1_000
@@ -70,8 +70,8 @@ def main() -> None:
         reserved += MAX_MODEL_LEN * len(running)
         pow2 += sum(1 << (s.request.max_length - 1).bit_length() for s in running)
         oracle += sum(s.request.max_length for s in running)
-        sampled = len(plan.decode_rows) + sum(chunk.samples for chunk in plan.chunks)
-        scheduler.commit(StepResult(plan.id, [1] * sampled))
+        chosen = [(row, True) for row in plan.decode_rows] + [(chunk.row, chunk.samples) for chunk in plan.chunks]
+        scheduler.commit(StepResult(plan.id, [SequenceResult(row, (1,) if samples else ()) for row, samples in chosen]))
     figures = {
         "paged": tokens / slots,
         "reserved": tokens / reserved,

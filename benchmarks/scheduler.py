@@ -22,12 +22,13 @@ import numpy as np
 
 from minipaged.config import EngineConfig
 from minipaged.execution.runner import Runner
-from minipaged.ops.base import Batch
+from minipaged.kv.layout import KVLayout
+from minipaged.ops.base import Batch, KVPool
 from minipaged.ops.reference.ops import ReferenceOps
 from minipaged.params import SamplingParams
 from minipaged.scheduling.request import Request
 from minipaged.scheduling.scheduler import Scheduler
-from minipaged.step import StepResult
+from minipaged.step import SequenceResult, StepPlan, StepResult
 
 VOCAB_SIZE = 50_000
 STEPS = 200
@@ -36,7 +37,7 @@ STEPS = 200
 class NoModel:
     """Never called: only the preparation of its input is timed."""
 
-    def forward(self, batch: Batch[np.ndarray], cache: np.ndarray) -> np.ndarray:
+    def forward(self, batch: Batch[np.ndarray], cache: KVPool[np.ndarray]) -> np.ndarray:
         raise NotImplementedError
 
     def logits(self, hidden: np.ndarray, batch: Batch[np.ndarray]) -> np.ndarray:
@@ -68,12 +69,11 @@ class Host:
         self.runner = Runner(
             ReferenceOps(),
             NoModel(),
-            np.zeros(0, np.float32),
+            KVPool(KVLayout(0, self.config.block_size, ()), 0, np.zeros(0)),
             np.zeros((0, 0), np.uint8),
             self.config,
             vocab_size=VOCAB_SIZE,
             max_model_len=max_model_len,
-            eos_token_ids=(),
         )
         self.parts: list[tuple[float, float, float]] = []
         self.is_prefilling = True
@@ -87,11 +87,16 @@ class Host:
         arrays = self.runner.prepare(plan)
         self.runner.upload(arrays)
         prepared = time.perf_counter()
-        tokens = [1] * (len(plan.decode_rows) + sum(chunk.samples for chunk in plan.chunks))
-        result = StepResult(plan.id, tokens)
+        result = StepResult(plan.id, results(plan))
         committing = time.perf_counter()
         self.scheduler.commit(result)
         self.parts.append((planned - started, prepared - planned, time.perf_counter() - committing))
+
+
+def results(plan: StepPlan) -> list[SequenceResult]:
+    """Token 1 wherever one is chosen."""
+    chosen = [(row, True) for row in plan.decode_rows] + [(chunk.row, chunk.samples) for chunk in plan.chunks]
+    return [SequenceResult(row, (1,) if samples else ()) for row, samples in chosen]
 
 
 def decode_step(running: int, length: int) -> tuple[float, float, float, float]:
@@ -124,7 +129,7 @@ def admission(length: int, *, cached: bool) -> float:
         times.append(time.perf_counter() - started)
         assert plan is not None
         assert plan.admissions
-        host.scheduler.commit(StepResult(plan.id, [1]))
+        host.scheduler.commit(StepResult(plan.id, results(plan)))
         host.scheduler.abort(request)
         assert request.cached_tokens == (length - 1) // 16 * 16 * (cached and number > 0)
     return statistics.median(times) * 1e6

@@ -1,5 +1,5 @@
-/* out[t][o] = sum over k of x[t][k] * w[o][k] + bias[o] + residual[t][o], float32 [rows, out], for packed w. The
- * residual is `second`; it or bias may be NULL.
+/* out[t][o] = sum over k of x[t][k] * w[o][k] + bias[o] + residual[t][o], float32 [rows, out], for packed w; the
+ * bias or the residual may be missing.
  *
  * Packed matrices, tile after tile of TILE = 16 output rows (the last one padded with zeros), so that a vector's lanes
  * are output rows:
@@ -41,30 +41,36 @@ INLINE int tile_bytes(int kind, int in) {
     }
 }
 
-/* Write the accumulators of `tokens` tokens to output rows from `row` on, columns [column, column + LANES), those that
- * exist. */
-INLINE void write_tile(const Command *c, int row, int column, vfloat *acc, const int tokens) {
+/* What is computed at a time: tokens from `token` on by one tile of the weight. */
+typedef struct {
+    const uint8_t *tile;
+    int token;
+    int row, column; /* of the output, where the products of the first token go */
+} Block;
+
+/* Write the accumulators of a block's tokens to LANES columns of the output from `column` on, those that exist. */
+INLINE void write_block(const Linear *c, const Block *block, int column, vfloat *acc, const int tokens) {
     const int width = c->out - column < LANES ? c->out - column : LANES;
     if (width <= 0) return;
-    const int64_t at = (int64_t)row * c->out + column;
+    const int64_t at = (int64_t)block->row * c->out + column;
     if (c->bias) {
-        const vfloat bias = load_lanes((const float *)c->bias + column, width);
+        const vfloat bias = load_lanes(c->bias + column, width);
         for (int t = 0; t < tokens; t++) acc[t] += bias;
     }
-    if (c->second) {
-        const float *residual = (const float *)c->second + at;
+    if (c->residual) {
+        const float *residual = c->residual + at;
         for (int t = 0; t < tokens; t++, residual += c->out) acc[t] += load_lanes(residual, width);
     }
-    float *out = (float *)c->output + at;
+    float *out = c->output + at;
     for (int t = 0; t < tokens; t++, out += c->out) store_lanes(out, acc[t], width);
 }
 
-INLINE void linear_quantised(const Command *c, const uint8_t *tile, int column, int token, int row, const int part,
-                             const int tokens, const int is_q4) {
-    const int groups = c->in / GROUP, bytes = is_q4 ? Q4_BYTES : Q8_BYTES;
+INLINE void quantised_block(const Linear *c, const Block *block, const int part, const int tokens, const int is_q4) {
+    const int groups = c->in / GROUP, bytes = is_q4 ? Q4_BYTES : Q8_BYTES, token = block->token;
     const int8_t *q = c->quantised.q + (int64_t)token * c->in;
     const float *scales = c->quantised.scale + (int64_t)token * groups;
     const float *sums = c->quantised.sum + (int64_t)token * groups;
+    const uint8_t *tile = block->tile;
     vfloat acc[TOKENS];
     for (int t = 0; t < tokens; t++) acc[t] = spread(0);
     for (int g = 0; g < groups; g++, tile += bytes) {
@@ -97,71 +103,68 @@ INLINE void linear_quantised(const Command *c, const uint8_t *tile, int column, 
             acc[t] = fma_(__builtin_convertvector(sum, vfloat), scale * spread(scales[at]), acc[t]);
         }
     }
-    write_tile(c, row, column, acc, tokens);
+    write_block(c, block, block->column + part * LANES, acc, tokens);
 }
 
-INLINE void linear_float(const Command *c, const uint8_t *tile, int column, int token, int row, const int part,
-                         const int tokens, const int kind) {
-    const float *x = (const float *)c->input + (int64_t)token * c->in_stride;
+INLINE void float_block(const Linear *c, const Block *block, const int part, const int tokens, const int kind) {
+    const float *x = c->input + (int64_t)block->token * c->stride;
+    const uint8_t *tile = block->tile;
     vfloat acc[TOKENS];
     for (int t = 0; t < tokens; t++) acc[t] = spread(0);
     for (int k = 0; k < c->in; k++) {
         const int at = k * TILE + part * LANES;
-        if (token == 0 && part == 0) prefetch(tile + AHEAD + (int64_t)k * TILE * element_bytes(kind));
+        if (block->token == 0 && part == 0) prefetch(tile + AHEAD + (int64_t)k * TILE * element_bytes(kind));
         vfloat w = kind == KIND_F32   ? load((const float *)tile + at)
                    : kind == KIND_F16 ? load_half((const uint16_t *)tile + at)
                                       : load_bfloat((const uint16_t *)tile + at);
-        for (int t = 0; t < tokens; t++) acc[t] = fma_(w, spread(x[(int64_t)t * c->in_stride + k]), acc[t]);
+        for (int t = 0; t < tokens; t++) acc[t] = fma_(w, spread(x[(int64_t)t * c->stride + k]), acc[t]);
     }
-    write_tile(c, row, column, acc, tokens);
+    write_block(c, block, block->column + part * LANES, acc, tokens);
 }
 
-/* Tokens [token, token + tokens) by one tile, to output rows from `row` on and columns from `column` on. */
-INLINE void linear_block(const Command *c, const uint8_t *tile, int column, int token, int row, const int tokens) {
+INLINE void multiply_block(const Linear *c, const Block *block, const int tokens) {
     for (int part = 0; part < PARTS; part++) {
-        const int at = column + part * LANES;
         switch (c->kind) {
-        case KIND_Q4: linear_quantised(c, tile, at, token, row, part, tokens, 1); break;
-        case KIND_Q8: linear_quantised(c, tile, at, token, row, part, tokens, 0); break;
-        case KIND_F32: linear_float(c, tile, at, token, row, part, tokens, KIND_F32); break;
-        case KIND_F16: linear_float(c, tile, at, token, row, part, tokens, KIND_F16); break;
-        case KIND_BF16: linear_float(c, tile, at, token, row, part, tokens, KIND_BF16); break;
+        case KIND_Q4: quantised_block(c, block, part, tokens, 1); break;
+        case KIND_Q8: quantised_block(c, block, part, tokens, 0); break;
+        case KIND_F32: float_block(c, block, part, tokens, KIND_F32); break;
+        case KIND_F16: float_block(c, block, part, tokens, KIND_F16); break;
+        case KIND_BF16: float_block(c, block, part, tokens, KIND_BF16); break;
         }
     }
 }
 
 /* One function per number of tokens, so that each has its accumulators in registers. */
-#define LINEAR_TOKENS(N)                                                                                             \
-    static __attribute__((noinline)) void linear_##N(const Command *c, const uint8_t *tile, int column, int token,   \
-                                                     int row) {                                                      \
-        linear_block(c, tile, column, token, row, N);                                                                \
+#define MULTIPLY(N)                                                                          \
+    static __attribute__((noinline)) void multiply_##N(const Linear *c, const Block *block) { \
+        multiply_block(c, block, N);                                                         \
     }
-LINEAR_TOKENS(1)
-LINEAR_TOKENS(2)
+MULTIPLY(1)
+MULTIPLY(2)
 #if LANES >= 8
-LINEAR_TOKENS(4)
+MULTIPLY(4)
 #endif
 #if LANES >= 16
-LINEAR_TOKENS(3)
-LINEAR_TOKENS(6)
-LINEAR_TOKENS(8)
-LINEAR_TOKENS(12)
+MULTIPLY(3)
+MULTIPLY(6)
+MULTIPLY(8)
+MULTIPLY(12)
 #endif
 
-typedef void LinearBlock(const Command *, const uint8_t *tile, int column, int token, int row);
+typedef void Multiply(const Linear *, const Block *);
 
 /* The function for as many of the tokens that are left as registers hold; how many goes to `tokens`. */
-INLINE LinearBlock *linear_function(int left, int *tokens) {
+INLINE Multiply *multiply_function(int left, int *tokens) {
     static const struct {
         int tokens;
-        LinearBlock *function;
+        Multiply *function;
     } functions[] = {
 #if LANES >= 16
-        {12, linear_12}, {8, linear_8}, {6, linear_6}, {4, linear_4}, {3, linear_3},
+        {12, multiply_12}, {8, multiply_8}, {6, multiply_6}, {4, multiply_4}, {3, multiply_3},
 #elif LANES >= 8
-        {4, linear_4},
+        {4, multiply_4},
 #endif
-        {2, linear_2},   {1, linear_1},
+        {2, multiply_2},   {1, multiply_1},
     };
     int i = 0;
     while (functions[i].tokens > left) i++;
@@ -175,23 +178,23 @@ INLINE int share_of(int count, int num_threads) {
     return share > 1 ? share : 1;
 }
 
-INLINE int linear_tiles(const Command *c) { return (c->out + TILE - 1) / TILE; }
+INLINE int linear_tiles(const Linear *c) { return (c->out + TILE - 1) / TILE; }
 
-INLINE int linear_pieces(const Command *c, int num_threads) {
+INLINE int linear_pieces(const Linear *c, int num_threads) {
     const int share = share_of(linear_tiles(c), num_threads);
     return (linear_tiles(c) + share - 1) / share;
 }
 
-static void linear(const Command *c, int piece, int num_threads) {
+static void linear(const Linear *c, int piece, int num_threads) {
     const int tiles = linear_tiles(c), share = share_of(tiles, num_threads);
     const int end = (piece + 1) * share < tiles ? (piece + 1) * share : tiles;
     const int64_t bytes = tile_bytes(c->kind, c->in);
     const int near = (int)(NEAR_BYTES / bytes) + 1; /* tiles that stay in the cache for all tokens */
     for (int first = piece * share; first < end; first += near)
         for (int token = 0, tokens; token < c->rows; token += tokens) {
-            LinearBlock *block = linear_function(c->rows - token, &tokens);
+            Multiply *multiply = multiply_function(c->rows - token, &tokens);
             for (int tile = first; tile < end && tile < first + near; tile++)
-                block(c, (const uint8_t *)c->weight + tile * bytes, tile * TILE, token, token);
+                multiply(c, &(Block){c->weight + tile * bytes, token, token, tile * TILE});
         }
 }
 

@@ -49,11 +49,11 @@ INLINE float one_bfloat(uint16_t bits) {
     return load_bfloat(lanes)[0];
 }
 
-static void embed(const Command *c, int t) {
-    const int bytes = tile_bytes(c->kind, c->out), width = c->out;
+static void embed(const Embed *c, int t) {
+    const int width = c->width, bytes = tile_bytes(c->kind, width);
     const int id = c->batch->token_ids[t], lane = id % TILE;
-    const uint8_t *tile = (const uint8_t *)c->weight + (int64_t)(id / TILE) * bytes;
-    float *out = (float *)c->output + (int64_t)t * width;
+    const uint8_t *tile = c->table + (int64_t)(id / TILE) * bytes;
+    float *out = c->output + (int64_t)t * width;
     const uint16_t *halves = (const uint16_t *)tile + lane;
     switch (c->kind) {
     case KIND_Q4:
@@ -94,13 +94,12 @@ INLINE float inverse_rms(const float *x, int width, float eps) {
     return 1 / sqrtf(sum / (float)width + eps);
 }
 
-/* output = input / sqrt(mean(input**2) + eps) * weight, [rows, in]. */
-static void rms_norm(const Command *c, int t) {
-    const int width = c->in;
-    const float *weight = c->weight;
-    const float *x = (const float *)c->input + (int64_t)t * width;
+/* output = input / sqrt(mean(input**2) + eps) * weight, [rows, width]. */
+static void rms_norm(const RmsNorm *c, int t) {
+    const int width = c->width;
+    const float *weight = c->weight, *x = c->input + (int64_t)t * width;
     const float factor = inverse_rms(x, width, c->eps);
-    float group[GROUP], *out = c->output ? (float *)c->output + (int64_t)t * width : NULL;
+    float group[GROUP], *out = c->output ? c->output + (int64_t)t * width : NULL;
     int k = 0;
     for (; k + GROUP <= width; k += GROUP) {
         float *normed = c->output ? out + k : group;
@@ -111,15 +110,15 @@ static void rms_norm(const Command *c, int t) {
     for (; k < width; k++) out[k] = x[k] * factor * weight[k]; /* rows that are quantised have whole groups */
 }
 
-static void quantise(const Command *c, int t) {
-    const float *x = (const float *)c->input + (int64_t)t * c->in_stride;
-    for (int group = 0; group < c->in / GROUP; group++) quantise_group(x + group * GROUP, c->in, &c->made, t, group);
+static void quantise(const Quantise *c, int t) {
+    const float *x = c->input + (int64_t)t * c->stride;
+    for (int g = 0; g < c->width / GROUP; g++) quantise_group(x + g * GROUP, c->width, &c->made, t, g);
 }
 
-/* The rows of the input that sample, in order. */
-static void take_rows(const Command *c, int t) {
-    const float *x = (const float *)c->input + (int64_t)c->batch->sampled[t] * c->in;
-    memcpy((float *)c->output + (int64_t)t * c->in, x, c->in * sizeof(float));
+/* Output row n is the input row of the n-th token whose logits are wanted. */
+static void take_row(const Take *c, int n) {
+    const float *x = c->input + (int64_t)c->batch->sampled[n] * c->width;
+    memcpy(c->output + (int64_t)n * c->width, x, c->width * sizeof(float));
 }
 
 /* Bytes from where a block's K or V of one head begins to element i of a slot. K lies transposed, [head_dim,
@@ -147,10 +146,16 @@ INLINE void store_elements(char *p, vfloat numbers, const int kind) {
     memcpy(p, &rounded, sizeof rounded);
 }
 
-/* Write K and V of one token and KV head, `dim` numbers each, to a slot of its block. */
-INLINE void store_kv(char *keys, char *values, const float *key, const float *value, int size, int dim, int slot,
-                     const int kind) {
-    const int bytes = element_bytes(kind);
+/* A slot of a block, for one KV head. */
+typedef struct {
+    char *keys, *values; /* where the head's K and V begin */
+    int size, dim;       /* block_size and head_dim */
+    int number;          /* of the slot in the block */
+} Slot;
+
+/* Write K and V of one token and KV head, `dim` numbers each. */
+INLINE void store_kv(const Slot *slot, const float *key, const float *value, const int kind) {
+    const int size = slot->size, dim = slot->dim, number = slot->number, bytes = element_bytes(kind);
     const int pair = kind == KIND_BF16 ? 2 : 1; /* elements of K that lie together; head_dim is even */
     for (int i = 0; i < dim; i += LANES) {
         const int width = dim - i < LANES ? dim - i : LANES;
@@ -158,18 +163,22 @@ INLINE void store_kv(char *keys, char *values, const float *key, const float *va
         store_elements(k, load_lanes(key + i, width), kind);
         store_elements(v, load_lanes(value + i, width), kind);
         for (int j = 0; j < width; j += pair)
-            memcpy(keys + key_offset(size, slot, i + j, kind), k + j * bytes, pair * bytes);
-        if (kind != KIND_BF16 || (slot ^ 1) == size)
-            memcpy(values + value_offset(size, dim, slot, i, kind), v, width * bytes);
+            memcpy(slot->keys + key_offset(size, number, i + j, kind), k + j * bytes, pair * bytes);
+        if (kind != KIND_BF16 || (number ^ 1) == size)
+            memcpy(slot->values + value_offset(size, dim, number, i, kind), v, width * bytes);
         else
             for (int j = 0; j < width; j++)
-                memcpy(values + value_offset(size, dim, slot, i + j, kind), v + j * bytes, bytes);
+                memcpy(slot->values + value_offset(size, dim, number, i + j, kind), v + j * bytes, bytes);
     }
 }
 
-/* Where the elements of one block, layer and KV head begin: K, or V. */
-INLINE int64_t cache_offset(const Command *c, int64_t block, int is_value, int head) {
-    return (((block * c->num_layers + c->layer) * 2 + is_value) * c->num_kv_heads + head) * c->block_size * c->head_dim;
+/* Where the K of one block and KV head begins, and where its V. */
+INLINE char *keys_of(const KVCache *cache, int64_t block, int head) {
+    return cache->keys + block * cache->block_stride + head * cache->key_head_stride;
+}
+
+INLINE char *values_of(const KVCache *cache, int64_t block, int head) {
+    return cache->values + block * cache->block_stride + head * cache->value_head_stride;
 }
 
 /* Normalise (if asked) and rotate one head in place: element i with i + half, by row[i] = cos, row[half + i] = sin. */
@@ -186,24 +195,23 @@ INLINE void rotate_head(float *head, int dim, const float *rope_row, const float
     }
 }
 
-/* qkv (output, rotated in place) [rows, (query heads + 2 KV heads) head_dim]; second: rope table [positions, head_dim];
- * weight, bias: norms of q and k, or NULL. */
-static void rope_and_cache(const Command *c, int t) {
-    const int dim = c->head_dim, heads = c->num_query_heads, kv_heads = c->num_kv_heads;
-    float *row = (float *)c->output + (int64_t)t * (heads + 2 * kv_heads) * dim;
-    const float *rope_row = (const float *)c->second + (int64_t)c->batch->positions[t] * dim;
-    for (int h = 0; h < heads; h++) rotate_head(row + h * dim, dim, rope_row, c->weight, c->eps);
-    const int64_t slot = c->batch->slots[t], block = slot / c->block_size, place = slot % c->block_size;
+/* Rotate q and k of token t in place, and write its k and v into their slot. */
+static void rope_and_cache(const RopeAndCache *c, int t) {
+    const KVCache *cache = &c->cache;
+    const int dim = cache->head_dim, heads = c->num_query_heads, kv_heads = cache->num_kv_heads;
+    float *row = c->output + (int64_t)t * (heads + 2 * kv_heads) * dim;
+    const float *rope_row = c->rope + (int64_t)c->batch->positions[t] * dim;
+    for (int h = 0; h < heads; h++) rotate_head(row + h * dim, dim, rope_row, c->q_norm, c->eps);
+    const int64_t slot = c->batch->slots[t], block = slot / cache->block_size;
     for (int h = 0; h < kv_heads; h++) {
         float *key = row + (heads + h) * dim, *value = key + kv_heads * dim;
-        rotate_head(key, dim, rope_row, c->bias, c->eps);
-        const int bytes = element_bytes(c->kind);
-        char *keys = (char *)c->cache + cache_offset(c, block, 0, h) * bytes;
-        char *values = (char *)c->cache + cache_offset(c, block, 1, h) * bytes;
-        switch (c->kind) {
-        case KIND_F32: store_kv(keys, values, key, value, c->block_size, dim, place, KIND_F32); break;
-        case KIND_F16: store_kv(keys, values, key, value, c->block_size, dim, place, KIND_F16); break;
-        default: store_kv(keys, values, key, value, c->block_size, dim, place, KIND_BF16);
+        rotate_head(key, dim, rope_row, c->k_norm, c->eps);
+        const Slot place = {keys_of(cache, block, h), values_of(cache, block, h), cache->block_size, dim,
+                            (int)(slot % cache->block_size)};
+        switch (cache->kind) {
+        case KIND_F32: store_kv(&place, key, value, KIND_F32); break;
+        case KIND_F16: store_kv(&place, key, value, KIND_F16); break;
+        default: store_kv(&place, key, value, KIND_BF16);
         }
     }
 }

@@ -1,9 +1,5 @@
 /* One token from one row of logits, by the rules of minipaged/ops/reference/sampling.py.
  *
- * input: logits [rows, in]; second, weight, bias: temperature, top_p, min_p, float32 [rows]; extra: top_k, int32
- * [rows]; third: uniform numbers, float64 [rows]; cache: scratch, float32 [rows, in]; output: token ids, int32 [rows],
- * -1 where the logits hold NaN or nothing finite.
- *
  * What top-k and top-p keep is a prefix of the tokens in descending order of their logits, ties by smaller id. Its end
  * is found by radix selection: a histogram over the upper bits of the logits, then over the next bits of those in the
  * bucket where the prefix ends. So nothing is sorted, and three passes are enough for any distribution.
@@ -171,11 +167,11 @@ INLINE vfloat weigh(vfloat logits, float peak, float temperature) {
     return exponential((limited - spread(peak)) / spread(temperature));
 }
 
-static void sample(const Command *c, int row) {
-    const int size = c->in;
-    const float *logits = (const float *)c->input + (int64_t)row * size;
-    float *weights = (float *)c->cache + (int64_t)row * size;
-    int32_t *chosen = (int32_t *)c->output + row;
+static void sample(const Sample *c, int row) {
+    const int size = c->vocab_size;
+    const float *logits = c->logits + (int64_t)row * size;
+    float *weights = c->scratch + (int64_t)row * size;
+    int32_t *chosen = c->output + row;
 
     /* Logic first, in vectors; then the first token that has the largest logit. */
     vfloat largest = spread(-INFINITY);
@@ -196,14 +192,14 @@ static void sample(const Command *c, int row) {
     }
     while (best < size - 1 && logits[best] != highest) best++;
     *chosen = is_nan || !any_finite ? -1 : best;
-    const float temperature = ((const float *)c->second)[row];
+    const float temperature = c->temperature[row];
     if (*chosen < 0 || temperature == 0) return;
 
     const float peak = logits[best] > FLT_MAX ? FLT_MAX : logits[best];
     for (i = 0; i + LANES <= size; i += LANES) store(weights + i, weigh(load(logits + i), peak, temperature));
     if (i < size) store_lanes(weights + i, weigh(load_lanes(logits + i, size - i), peak, temperature), size - i);
-    const int32_t top_k = ((const int32_t *)c->extra)[row];
-    const float top_p = ((const float *)c->weight)[row], min_p = ((const float *)c->bias)[row];
+    const int32_t top_k = c->top_k[row];
+    const float top_p = c->top_p[row], min_p = c->min_p[row];
     double total;
     if (top_k < size) {
         const Prefix prefix = select_prefix(logits, weights, size, top_k, 0, common_weight(weights, size, top_k));
@@ -223,7 +219,7 @@ static void sample(const Command *c, int row) {
         for (i = 0; i < size; i++) weights[i] = weights[i] < min_p ? 0 : weights[i];
         total = sum_weights(weights, size);
     }
-    const double target = ((const double *)c->third)[row] * total;
+    const double target = c->uniforms[row] * total;
     double cumulative = 0;
     int begin = 0;
     for (; begin + STRETCH < size; begin += STRETCH) {

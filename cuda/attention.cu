@@ -2,8 +2,12 @@
 // launch.
 //
 //   query         ELEMENT [num_tokens, num_query_heads, HEAD_DIM]
-//   cache         ELEMENT [num_blocks, num_layers, 2, num_kv_heads, block_size, HEAD_DIM]
-//   positions     int32 [num_tokens]; consecutive within a sequence
+//   cache         ELEMENT, blocks of all layers; within a head [block_size, HEAD_DIM]. In elements: `block_stride` from
+//                 block to block; K's first head of this layer begins `key_offset` into block 0, and the next one
+//                 `key_head_stride` further on; V likewise
+//   kv_extents    int32 [num_tokens]: how many tokens' KV of its sequence a token sees, its own as the last; consecutive
+//                 within a sequence. A position below is a place among those, counted from 0: it need not be where the
+//                 token stands in the text
 //   cu_seqlens    int32 [num_sequences + 1], from any first token on: some sequences of a step may be a launch of their own
 //   rows          int32 [num_sequences]; block_tables int32 [.., table_width]
 //   out           ELEMENT [num_tokens, num_query_heads, HEAD_DIM]
@@ -92,7 +96,8 @@ __device__ __forceinline__ int first_visible(int position, int window) {
 }
 
 struct Geometry {
-    int num_sequences, num_query_heads, num_kv_heads, num_layers, layer, block_size, table_width, window, max_splits;
+    int num_sequences, num_query_heads, num_kv_heads, block_size, table_width, window, max_splits;
+    long long block_stride, key_offset, key_head_stride, value_offset, value_head_stride;
     float scale;
 };
 
@@ -150,8 +155,8 @@ struct QueryTile {
     }
 
     // Finds the positions that any of the queries sees.
-    __device__ __forceinline__ void find_positions(const int* __restrict__ positions, const Geometry& g) {
-        first_position = positions[first_token];
+    __device__ __forceinline__ void find_positions(const int* __restrict__ kv_extents, const Geometry& g) {
+        first_position = kv_extents[first_token] - 1;
         const int last_position = first_position + num_tokens - 1;
         read = {first_visible(first_position, g.window), last_position + 1};
         is_split = is_decoded && read.begin / KV_SPLIT != last_position / KV_SPLIT;
@@ -202,7 +207,8 @@ struct KvTiles {
     const ELEMENT* const cache;       // stands for the source of what is not read
     const ELEMENT* const head_cache;  // K of this layer and KV head at offset 0 of block 0
     const int* const table;           // the sequence's row of the block tables
-    const long long block_stride, value_offset;
+    const long long block_stride;
+    const long long value_distance;  // from an element of K to the same one of V
     const int block_size;
     const Range read;
 
@@ -234,7 +240,7 @@ struct KvTiles {
                 const ELEMENT* const key = is_read ? head_cache + source + chunk * kChunk : cache;
                 ELEMENT* const target = stage + row * kPitch + chunk * kChunk;
                 cp_async_16_zfill(target, key, is_read);
-                cp_async_16_zfill(target + kTile * kPitch, is_read ? key + value_offset : cache, is_read);
+                cp_async_16_zfill(target + kTile * kPitch, is_read ? key + value_distance : cache, is_read);
             }
         }
         cp_async_commit();  // also without a copy: the wait below counts groups
@@ -422,7 +428,7 @@ __device__ __forceinline__ void store_quotients(
 
 template <int kWarps, int kStages>
 __device__ __forceinline__ void attend(
-    const ELEMENT* __restrict__ query, const ELEMENT* __restrict__ cache, const int* __restrict__ positions,
+    const ELEMENT* __restrict__ query, const ELEMENT* __restrict__ cache, const int* __restrict__ kv_extents,
     const int* __restrict__ cu_seqlens, const int* __restrict__ rows, const int* __restrict__ block_tables,
     ELEMENT* __restrict__ out, float* __restrict__ partials, const Geometry& g) {
     constexpr int kRows = kWarps * 16;
@@ -433,7 +439,7 @@ __device__ __forceinline__ void attend(
 
     QueryTile queried;
     if (!queried.find_queries<kRows>(cu_seqlens, g)) return;
-    queried.find_positions(positions, g);
+    queried.find_positions(kv_extents, g);
     if (queried.is_split) {
         queried.take_split();
         if (queried.read.begin >= queried.read.end) return;
@@ -448,11 +454,11 @@ __device__ __forceinline__ void attend(
     load_queries<kRows>(queries, query, queried, g.num_query_heads);
     init_results(results, warp);
 
-    const long long head_stride = static_cast<long long>(g.block_size) * HEAD_DIM;
-    const long long value_offset = g.num_kv_heads * head_stride, block_stride = g.num_layers * 2 * value_offset;
-    const ELEMENT* const head_cache = cache + g.layer * 2 * value_offset + queried.kv_head * head_stride;
+    const ELEMENT* const head_cache = cache + g.key_offset + queried.kv_head * g.key_head_stride;
+    const long long value_distance =
+        g.value_offset - g.key_offset + queried.kv_head * (g.value_head_stride - g.key_head_stride);
     const int* const table = block_tables + static_cast<long long>(rows[queried.sequence]) * g.table_width;
-    const KvTiles<kWarps * 32, kStages> tiles = {stages, cache, head_cache, table, block_stride, value_offset,
+    const KvTiles<kWarps * 32, kStages> tiles = {stages, cache, head_cache, table, g.block_stride, value_distance,
                                                  g.block_size, queried.read};
     SplitState split;
     split.init();
@@ -480,34 +486,37 @@ __device__ __forceinline__ void attend(
 }
 
 #define ATTENTION_PARAMETERS                                                                                      \
-    const ELEMENT *__restrict__ query, const ELEMENT *__restrict__ cache, const int *__restrict__ positions,      \
+    const ELEMENT *__restrict__ query, const ELEMENT *__restrict__ cache, const int *__restrict__ kv_extents,     \
         const int *__restrict__ cu_seqlens, const int *__restrict__ rows, const int *__restrict__ block_tables, \
         ELEMENT *__restrict__ out, float *__restrict__ partials, int num_sequences, int num_query_heads,          \
-        int num_kv_heads, int num_layers, int layer, int block_size, int table_width, int window, int max_splits, \
+        int num_kv_heads, int block_size, int table_width, int window, int max_splits, long long block_stride,    \
+        long long key_offset, long long key_head_stride, long long value_offset, long long value_head_stride,     \
         float scale
 
+#define GEOMETRY                                                                                                  \
+    {num_sequences, num_query_heads, num_kv_heads,    block_size,   table_width,       window, max_splits,        \
+     block_stride,  key_offset,      key_head_stride, value_offset, value_head_stride, scale}
+
 extern "C" __global__ void __launch_bounds__(32, 8) attention_decode(ATTENTION_PARAMETERS) {
-    const Geometry geometry = {num_sequences, num_query_heads, num_kv_heads, num_layers, layer,
-                               block_size,    table_width,     window,       max_splits, scale};
-    attend<1, 3>(query, cache, positions, cu_seqlens, rows, block_tables, out, partials, geometry);
+    const Geometry geometry = GEOMETRY;
+    attend<1, 3>(query, cache, kv_extents, cu_seqlens, rows, block_tables, out, partials, geometry);
 }
 
 constexpr int kWarps = HEAD_DIM <= 128 ? 4 : 2;
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 2) attention(ATTENTION_PARAMETERS) {
-    const Geometry geometry = {num_sequences, num_query_heads, num_kv_heads, num_layers, layer,
-                               block_size,    table_width,     window,       max_splits, scale};
-    attend<kWarps, 2>(query, cache, positions, cu_seqlens, rows, block_tables, out, partials, geometry);
+    const Geometry geometry = GEOMETRY;
+    attend<kWarps, 2>(query, cache, kv_extents, cu_seqlens, rows, block_tables, out, partials, geometry);
 }
 
 // Merges the splits of decoded tokens in order. Grid: x num_sequences, y num_query_heads; block: HEAD_DIM / 4 threads,
 // four elements each. Bytes moved: the partials, once.
 extern "C" __global__ void __launch_bounds__(HEAD_DIM / 4) attention_combine(
-    const float* __restrict__ partials, const int* __restrict__ positions, const int* __restrict__ cu_seqlens,
+    const float* __restrict__ partials, const int* __restrict__ kv_extents, const int* __restrict__ cu_seqlens,
     ELEMENT* __restrict__ out, int num_query_heads, int window, int max_splits) {
     const int sequence = blockIdx.x, head = blockIdx.y, token = cu_seqlens[sequence];
     if (cu_seqlens[sequence + 1] - token != 1) return;
-    const int position = positions[token];
+    const int position = kv_extents[token] - 1;
     const int first_split = first_visible(position, window) / KV_SPLIT, last_split = position / KV_SPLIT;
     if (first_split == last_split) return;
 

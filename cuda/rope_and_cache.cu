@@ -6,7 +6,9 @@
 //   slots      int64 [T]: block * block_size + offset within the block
 //   q_norm, k_norm  float32 [HEAD_DIM], weights of an RMSNorm of each head before the rotation, or null: no norm
 //   query      ELEMENT [T, num_query_heads, HEAD_DIM]
-//   cache      ELEMENT [num_blocks, num_layers, 2, num_kv_heads, block_size, HEAD_DIM]
+//   cache      ELEMENT, blocks of all layers; within a head [block_size, HEAD_DIM]. In elements: `block_stride` from block
+//              to block; K's first head of this layer begins `key_offset` into block 0, and the next one `key_head_stride`
+//              further on; V likewise
 //
 // Element i and element i + HEAD_DIM / 2 of a head are the two coordinates of a plane. HEAD_DIM is a multiple of 4, at most
 // 256.
@@ -28,8 +30,9 @@ struct __align__(2 * sizeof(ELEMENT)) Pair {
 extern "C" __global__ void __launch_bounds__(128) rope_and_cache(
     const ELEMENT* __restrict__ qkv, const float* __restrict__ rope, const int* __restrict__ positions,
     const long long* __restrict__ slots, const float* __restrict__ q_norm, const float* __restrict__ k_norm,
-    ELEMENT* __restrict__ query, ELEMENT* __restrict__ cache, int num_query_heads, int num_kv_heads, int num_layers,
-    int layer, int block_size, float eps) {
+    ELEMENT* __restrict__ query, ELEMENT* __restrict__ cache, int num_query_heads, int num_kv_heads,
+    int block_size, long long block_stride, long long key_offset, long long key_head_stride, long long value_offset,
+    long long value_head_stride, float eps) {
     constexpr int kPlanes = HEAD_DIM / 2;
     constexpr int kSteps = (kPlanes + 63) / 64;
     const int token = blockIdx.x, head = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -82,7 +85,8 @@ extern "C" __global__ void __launch_bounds__(128) rope_and_cache(
     } else {
         const long long slot = slots[token], block = slot / block_size, offset = slot % block_size;
         const int kv_head = (head - num_query_heads) % num_kv_heads;
-        out = cache + ((((block * num_layers + layer) * 2 + is_value) * num_kv_heads + kv_head) * block_size + offset) * HEAD_DIM;
+        const long long plane = is_value ? value_offset + kv_head * value_head_stride : key_offset + kv_head * key_head_stride;
+        out = cache + block * block_stride + plane + offset * HEAD_DIM;
     }
     const float* angles = rope + static_cast<long long>(positions[token]) * HEAD_DIM;
 #pragma unroll

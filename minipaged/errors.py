@@ -19,7 +19,14 @@ class ModelLoadError(MinipagedError):
     """A model cannot be found, read, or does not fit its own configuration."""
 
 
-class InvalidRequestError(MinipagedError, ValueError):
+class RequestError(MinipagedError):
+    """Base of what goes wrong with one request."""
+
+    request_id: str | None = None
+    """Which one; None if it was refused before it had an id."""
+
+
+class InvalidRequestError(RequestError, ValueError):
     """A request is malformed. It is refused at submit; nothing else is affected."""
 
 
@@ -27,19 +34,19 @@ class PromptTooLongError(InvalidRequestError):
     """The prompt can never fit: it exceeds `max_model_len` or the whole block pool."""
 
 
-class EngineBusyError(MinipagedError):
+class EngineBusyError(RequestError):
     """The waiting queue is full. Retry later, or raise `EngineConfig.max_waiting`."""
 
 
-class RequestTimeoutError(MinipagedError, TimeoutError):
+class RequestTimeoutError(RequestError, TimeoutError):
     """The request's deadline passed before it finished."""
 
 
-class RequestAbortedError(MinipagedError):
+class RequestAbortedError(RequestError):
     """The request was aborted before it finished."""
 
 
-class RequestFailedError(MinipagedError):
+class RequestFailedError(RequestError):
     """This request alone failed while it ran: its logits were NaN, its callback raised, or its forward raised.
 
     The cause is chained as `__cause__` where there is one.

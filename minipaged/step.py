@@ -8,8 +8,8 @@ so that a decode step costs the same at any context length. Plans are executed i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from minipaged.output import TokenLogprob
@@ -34,6 +34,31 @@ class Admission:
     """Key of the request's random numbers, in [0, 2**64)."""
     sample_index: int
     """Which of the request's n samples."""
+    stop_token_ids: frozenset[int]
+    """Ids that end the sequence; none of them is chosen before `params.min_tokens`."""
+
+
+class Fork(NamedTuple):
+    """The row `child` goes on from what the row `parent` has: its tokens, block table, settings and penalties.
+
+    The child's latest token is the parent's, or `token` in its place; the next step that has the child among its
+    `decode_rows` computes it. All forks of a plan read their parents before any of them writes, so rows may be
+    exchanged, and a row may be its own parent to have its latest token replaced.
+    """
+
+    parent: int
+    child: int
+    token: int | None = None
+    """Replaces the parent's latest token, which must be one of its output."""
+    sample_index: int = 0
+    """Which of the request's n samples the child is."""
+
+
+class SuppliedToken(NamedTuple):
+    """The token that follows in a row, which would have been sampled in this step. No logits are computed for it."""
+
+    row: int
+    token: int
 
 
 class TableUpdate(NamedTuple):
@@ -79,9 +104,16 @@ class StepPlan:
     copies: tuple[tuple[int, int], ...] = ()
     """Copy-on-write: (source, destination) device blocks."""
     admissions: tuple[Admission, ...] = ()
+    forks: tuple[Fork, ...] = ()
+    drops: tuple[int, ...] = ()
+    """Rows whose sequence is over; the runner forgets what it kept of them. An admission needs no drop before it."""
     table_updates: tuple[TableUpdate, ...] = ()
     decode_rows: tuple[int, ...] = ()
-    """Rows that each compute their latest token and sample the next; the same object as before while none changes."""
+    """Rows that each compute their latest token and sample the next."""
+    decode_version: int = 0
+    """Two plans with the same number have the same `decode_rows`, so that what was made of them can be kept."""
+    supplied: tuple[SuppliedToken, ...] = ()
+    """For rows that this step computes up to their latest token."""
     chunks: tuple[Chunk, ...] = ()
 
     @property
@@ -98,22 +130,30 @@ class Logprobs:
     top: tuple[TokenLogprob, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step produced. Sampling rows are the plan's decode rows, then its sampling chunks, in plan order."""
+class SequenceResult(NamedTuple):
+    """What a step produced for one sequence."""
 
-    plan_id: int
-    token_ids: Sequence[int]
-    """One per sampling row; -1 where that row is in `failures`."""
-    logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
-    """By index into the sampling rows, for those that asked."""
-    prompt_logprobs: Mapping[int, tuple[tuple[TokenLogprob, ...], ...]] = field(default_factory=dict)
-    """By row: for each token of its chunk after position 0, the token itself and then the most likely ones.
+    row: int
+    token_ids: tuple[int, ...] = ()
+    """The tokens that follow: one or more for a decode row, one for a chunk that samples, none after a failure."""
+    logprobs: tuple[Logprobs, ...] = ()
+    """One for each of them, if the request asked and they were sampled."""
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """If the chunk asked: for each of its tokens after position 0, the token itself and then the most likely ones.
 
     The entry for the prompt token at position p comes with the chunk that computes position p - 1.
     """
-    failures: Mapping[int, Exception] = field(default_factory=dict)
-    """By row, sampling or not: what failed that sequence alone."""
+    failure: Exception | None = None
+    """What failed this sequence alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step produced."""
+
+    plan_id: int
+    sequences: Sequence[SequenceResult] = ()
+    """Those of the plan's decode rows, then those of its chunks, in plan order."""
     finished_transfers: tuple[int, ...] = ()
     """Transfers completed since the last result, of this plan or earlier ones."""
     forward_seconds: float = 0.0

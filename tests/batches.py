@@ -21,6 +21,14 @@ class TokenSpan:
     row: int
     start: int
     token_ids: Sequence[int]
+    num_evicted: int = 0
+    """How many tokens before `start` have no KV any more: so much shorter is the KV extent than the position."""
+
+    @property
+    def kv_extents(self) -> NDArray[np.int32]:
+        """How far the sequence's KV reaches with each of the tokens."""
+        first = self.start - self.num_evicted + 1
+        return np.arange(first, first + len(self.token_ids), dtype=np.int32)
 
 
 def shuffled_tables(
@@ -36,7 +44,7 @@ def shuffled_tables(
 
 
 def slots_of(table: NDArray[np.int32], positions: NDArray[np.int32], block_size: int) -> NDArray[np.int64]:
-    """Where a sequence's positions live."""
+    """Where the KV at those places of a sequence lives."""
     return table[positions // block_size].astype(np.int64) * block_size + positions % block_size
 
 
@@ -49,12 +57,13 @@ def make_batch(
 ) -> Batch[Array]:
     """The step that computes these spans, one after the other."""
     positions = [np.arange(span.start, span.start + len(span.token_ids), dtype=np.int32) for span in spans]
-    slots = [slots_of(tables[span.row], where, block_size) for span, where in zip(spans, positions, strict=True)]
+    slots = [slots_of(tables[span.row], span.kv_extents - 1, block_size) for span in spans]
     counts = [len(span.token_ids) for span in spans]
     at, indices = np.concatenate(positions), np.array(sampled, np.int32)
     host: Batch[HostArray] = Batch(
         token_ids=np.array([token for span in spans for token in span.token_ids], np.int32),
         positions=at,
+        kv_extents=np.concatenate([span.kv_extents for span in spans]),
         slots=np.concatenate(slots),
         cu_seqlens=np.cumsum([0, *counts]).astype(np.int32),
         rows=np.array([span.row for span in spans], np.int32),

@@ -10,12 +10,13 @@ from minipaged.cli.loading_bar import loading_bar
 from minipaged.cli.memory_sizes import format_size
 from minipaged.config import EngineConfig
 from minipaged.engine.devices import describe_cuda
-from minipaged.kv import ledger
+from minipaged.kv.layout import ElementType
+from minipaged.kv.ledger import blocks_in_budget
 from minipaged.models.config import ModelConfig
 from minipaged.models.files.hub import resolve_model
 from minipaged.models.files.model_source import ModelSource, open_model
 
-ELEMENT_TYPES = {
+ELEMENT_TYPES: dict[ElementType, str] = {
     "float16": "the default on a CPU or GPU is this or bfloat16, which is as large",
     "float32": 'the default of device "reference"',
 }
@@ -56,14 +57,14 @@ def _cache_rows(config: ModelConfig, kv_memory: int) -> list[tuple[str, str]]:
     block_size = EngineConfig().block_size
     rows = []
     for dtype, use in ELEMENT_TYPES.items():
-        token_bytes = ledger.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
-        block_bytes = ledger.block_bytes(block_size, token_bytes)
-        blocks = ledger.blocks_in_budget(kv_memory, block_bytes)
+        layout = config.kv_layout(block_size, dtype)
+        blocks = blocks_in_budget(kv_memory, layout.bytes_per_block)
         tokens = blocks * block_size
         rows.append(
             (
                 f"KV cache, {dtype}",
-                f"{format_size(token_bytes)} per token, {format_size(block_bytes)} per block ({use})",
+                f"{format_size(layout.bytes_per_token)} per token, "
+                f"{format_size(layout.bytes_per_block)} per block ({use})",
             )
         )
         rows.append(

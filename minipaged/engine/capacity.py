@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from minipaged.config import EngineConfig
 from minipaged.errors import ConfigError
-from minipaged.kv.ledger import block_bytes, blocks_for, blocks_in_budget, bytes_per_token
+from minipaged.kv.layout import KVLayout
+from minipaged.kv.ledger import blocks_for, blocks_in_budget
 from minipaged.models.config import ModelConfig
 
 
@@ -26,7 +27,7 @@ class Capacity:
 
 
 def plan_capacity(
-    config: EngineConfig, model: ModelConfig, kv_dtype: str, default_memory: int, default_batched_tokens: int
+    config: EngineConfig, model: ModelConfig, layout: KVLayout, default_memory: int, default_batched_tokens: int
 ) -> Capacity:
     """Do the arithmetic. Raises `ConfigError` where the settings do not fit the model or each other.
 
@@ -39,12 +40,11 @@ def plan_capacity(
             f"max_model_len is {config.max_model_len}, more than the {limit} positions that the model was made for "
             f"(max_position_embeddings); give at most {limit}."
         )
-    token_bytes = bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kv_dtype)
-    per_block = block_bytes(config.block_size, token_bytes)
-    num_blocks = _num_blocks(config, config.max_model_len or limit, token_bytes, default_memory)
+    per_block = layout.bytes_per_block
+    num_blocks = _num_blocks(config, config.max_model_len or limit, layout, default_memory)
     swap_blocks = config.swap_blocks
     if swap_blocks is None:
-        swap_blocks = _whole_blocks("swap_memory", config.swap_memory, config, token_bytes) if config.swap_memory else 0
+        swap_blocks = _whole_blocks("swap_memory", config.swap_memory, layout) if config.swap_memory else 0
     pool_tokens = num_blocks * config.block_size
     if config.max_model_len is not None and config.max_model_len > pool_tokens:
         needed = blocks_for(config.max_model_len, config.block_size)
@@ -62,23 +62,23 @@ def plan_capacity(
     )
 
 
-def _num_blocks(config: EngineConfig, max_length: int, token_bytes: int, default_memory: int) -> int:
+def _num_blocks(config: EngineConfig, max_length: int, layout: KVLayout, default_memory: int) -> int:
     if config.num_blocks is not None:
         return config.num_blocks
     if config.kv_cache_memory is not None:
-        return _whole_blocks("kv_cache_memory", config.kv_cache_memory, config, token_bytes)
+        return _whole_blocks("kv_cache_memory", config.kv_cache_memory, layout)
     remedy = f"Give kv_cache_memory, or on a GPU a larger memory_fraction ({config.memory_fraction}) or a smaller model"
-    affordable = _whole_blocks("kv_cache_memory (by default)", default_memory, config, token_bytes, remedy)
+    affordable = _whole_blocks("kv_cache_memory (by default)", default_memory, layout, remedy)
     return min(affordable, config.max_running * blocks_for(max_length, config.block_size))
 
 
-def _whole_blocks(name: str, memory: int, config: EngineConfig, token_bytes: int, remedy: str | None = None) -> int:
-    per_block = block_bytes(config.block_size, token_bytes)
+def _whole_blocks(name: str, memory: int, layout: KVLayout, remedy: str | None = None) -> int:
+    per_block = layout.bytes_per_block
     count = blocks_in_budget(memory, per_block)
     if count == 0:
         raise ConfigError(
-            f"{name} is {memory} bytes, less than one KV block of {per_block} bytes ({config.block_size} tokens x "
-            f"{token_bytes} bytes per token). {remedy or f'Give at least {per_block}'}, or lower block_size "
-            f"({config.block_size})."
+            f"{name} is {memory} bytes, less than one KV block of {per_block} bytes ({layout.block_size} tokens x "
+            f"{layout.bytes_per_token} bytes per token). {remedy or f'Give at least {per_block}'}, or lower block_size "
+            f"({layout.block_size})."
         )
     return count

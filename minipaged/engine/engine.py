@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import traceback
+import uuid
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,10 +22,10 @@ from minipaged.engine.event_loop import EventLoop, current_event_loop
 from minipaged.engine.generation import Generation
 from minipaged.engine.loading import LoadedModel, load_model
 from minipaged.engine.step_loop import StepLoop
-from minipaged.engine.submission import Options, Prompt, check_params, check_prompt_ids, check_text
+from minipaged.engine.submission import Prompt, Submission, check_params, check_prompt_ids, check_text
 from minipaged.engine.token_stream import Outbox, TokenStream
 from minipaged.engine.worker import Worker
-from minipaged.errors import EngineBusyError, EngineDeadError, InvalidRequestError, RequestAbortedError
+from minipaged.errors import EngineBusyError, EngineDeadError, InvalidRequestError, RequestAbortedError, RequestError
 from minipaged.models.config import ModelConfig
 from minipaged.params import SamplingParams
 from minipaged.progress import Progress, no_progress
@@ -44,9 +46,9 @@ Loader = Callable[[EngineConfig, Progress], LoadedModel]
 class _Threads:
     """Of a started engine."""
 
-    loop: EventLoop
-    steps: Worker
-    text: Worker
+    event_loop: EventLoop
+    step_worker: Worker
+    text_worker: Worker
     """Encodes prompts, in order of arrival."""
 
 
@@ -68,7 +70,7 @@ class Engine:
         self._loader = loader
         self._progress = progress
         self._loaded: LoadedModel | None = None
-        self._steps: StepLoop | None = None
+        self._step_loop: StepLoop | None = None
         self._threads: _Threads | None = None
         self._refusal: str | None = "has not been started; use it in `async with`"
         self._closed: anyio.Event | None = None  # exists from the first close() on
@@ -115,11 +117,15 @@ class Engine:
         if self._threads is not None or self._closed is not None:
             raise EngineDeadError("An engine is started only once; make another with Engine.load.")
         loop = current_event_loop()
-        self._threads = _Threads(loop, Worker("minipaged-steps", loop.post), Worker("minipaged-text", loop.post))
+        self._threads = _Threads(
+            event_loop=loop,
+            step_worker=Worker("minipaged-steps", loop.post),
+            text_worker=Worker("minipaged-text", loop.post),
+        )
         self._refusal = "is still loading its model"
         try:
-            await self._threads.steps.run(self._load)
-            self._steps = self._make_steps(self._threads)
+            await self._threads.step_worker.run(self._load)
+            self._step_loop = self._make_step_loop(self._threads)
         except BaseException:  # loading failed, or this task was cancelled
             await self.close()
             raise
@@ -127,9 +133,9 @@ class Engine:
 
     async def drain(self) -> None:
         """Accept no more requests, and wait until those accepted have ended. Raises `EngineDeadError` if it fails."""
-        steps = self._running()
+        step_loop = self._running()
         self._refusal = "is draining and accepts no more requests"
-        await steps.wait_until(lambda: steps.idle)
+        await step_loop.wait_until(lambda: step_loop.idle)
 
     async def close(self) -> None:
         """Abort what is running, end the threads, free all memory. `async with` calls it. Idempotent.
@@ -176,19 +182,19 @@ class Engine:
             EngineBusyError: `max_waiting` requests are waiting already.
             EngineDeadError: the engine is not running.
         """
-        steps = self._accepting()
-        options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt)
-        if isinstance(prompt, str):
-            check_text(prompt)
-            return self._submit_text(steps, partial(self.tokenizer.encode, prompt), params, options)
-        ids = check_prompt_ids(prompt, self.model_config.vocab_size)
-        generation = self._register(steps, params, options)
-        try:
-            steps.start(generation, self._request(generation, ids))
-        except Exception as error:
-            steps.fail(generation, error)
-            raise
-        return self._stream(generation)
+        submission = self._submission(params, request_id, priority, deadline, cache_salt)
+        with _naming(submission.id):
+            if isinstance(prompt, str):
+                check_text(prompt)
+                return self._submit_text(submission, partial(self.tokenizer.encode, prompt))
+            ids = check_prompt_ids(prompt, self.model_config.vocab_size)
+            generation = self._register(submission)
+            try:
+                self._running().start(generation, self._request(generation, ids))
+            except Exception as error:
+                generation.fail(error)
+                raise
+            return self._stream(generation)
 
     def chat(
         self,
@@ -223,37 +229,37 @@ class Engine:
             EngineBusyError: as for `generate`.
             EngineDeadError: as for `generate`.
         """
-        steps = self._accepting()
-        options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt)
+        submission = self._submission(params, request_id, priority, deadline, cache_salt)
         tokenizer, chat_template = self._model.tokenizer, self._model.chat_template
-        # The caller may append the answer to its list before the template is rendered.
-        messages, tools, template_variables = _copied((messages, tools, template_variables))
 
         def encode() -> list[int]:
             text = chat_template.render(
-                messages,
+                copies[0],
                 add_generation_prompt=add_generation_prompt,
-                tools=tools,
+                tools=copies[1],
                 template=template,
-                variables=template_variables,
+                variables=copies[2],
             )
             return tokenizer.encode_chat(text)
 
-        return self._submit_text(steps, encode, params, options)
+        with _naming(submission.id):
+            # The caller may append the answer to its list before the template is rendered.
+            copies = _copied((messages, tools, template_variables))
+            return self._submit_text(submission, encode)
 
     def abort(self, request_id: str) -> bool:
         """End a request; its stream ends too, without an error. Returns whether there was an unfinished one."""
-        steps = self._running()
-        generation = steps.find(request_id)
+        step_loop = self._running()
+        generation = step_loop.find(request_id)
         if generation is None:
             return False
-        steps.abort(generation)
+        generation.abort(step_loop.clock())
         return True
 
     async def wait_for_room(self) -> None:
         """Wait until the queue has room, so that `generate`, called next, raises no `EngineBusyError`."""
-        steps = self._running()
-        await steps.wait_until(lambda: steps.num_waiting < self.config.max_waiting)
+        step_loop = self._running()
+        await step_loop.wait_until(lambda: step_loop.num_waiting < self.config.max_waiting)
 
     # What there is to know
 
@@ -279,20 +285,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of queues, blocks and counts."""
-        steps = self._running()
-        scheduler = steps.scheduler.stats()
-        return EngineStats(
-            waiting=steps.num_waiting,
-            running=scheduler.running,
-            blocks=scheduler.blocks,
-            host_blocks=scheduler.host_blocks,
-            prefix_cache_queries=scheduler.prompt_tokens,
-            prefix_cache_hits=scheduler.cached_tokens,
-            preemptions_by_swap=scheduler.preemptions_by_swap,
-            preemptions_by_recompute=scheduler.preemptions_by_recompute,
-            steps=steps.num_steps,
-            generated_tokens=steps.num_tokens,
-        )
+        step_loop = self._running()
+        return replace(step_loop.scheduler.stats(), waiting=step_loop.num_waiting)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prompt beginnings; running requests keep their blocks."""
@@ -308,62 +302,81 @@ class Engine:
 
     def _running(self) -> StepLoop:
         """The step loop, failed or not, of an engine that is started and not closed."""
-        if self._steps is None:
+        if self._step_loop is None:
             raise EngineDeadError(f"The engine {self._refusal}.")
         self._check_event_loop()
-        return self._steps
+        return self._step_loop
 
     def _check_event_loop(self) -> None:
-        if self._threads is not None and not self._threads.loop.is_here():
+        if self._threads is not None and not self._threads.event_loop.is_here():
             raise RuntimeError(
                 "An engine can be used only in the event loop that it was started in; use LLM from other threads."
             )
 
     def _accepting(self) -> StepLoop:
-        steps = self._running()
-        steps.check_alive()
+        """The step loop of an engine that takes requests."""
+        step_loop = self._running()
+        step_loop.check_alive()
         if self._refusal is not None:
             raise EngineDeadError(f"The engine {self._refusal}.")
-        return steps
+        return step_loop
 
-    def _register(self, steps: StepLoop, params: SamplingParams | None, options: Options) -> Generation:
-        """A request that is all right as far as can be told without its prompt."""
-        params = SamplingParams() if params is None else params
-        check_params(params, vocab_size=self.model_config.vocab_size, max_running=self.config.max_running)
+    def _submission(
+        self,
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        deadline: float | None,
+        cache_salt: str | None,
+    ) -> Submission:
+        """The keywords of a request, checked on their own."""
+        step_loop = self._accepting()
         self._num_submitted += 1
-        submission = options.submission(params, arrival=self._num_submitted, now=steps.clock())
-        if steps.find(submission.id) is not None:
+        with _naming(request_id):
+            return Submission(
+                params=SamplingParams() if params is None else params,
+                id=uuid.uuid4().hex if request_id is None else request_id,
+                priority=priority,
+                deadline=deadline,
+                cache_salt=cache_salt,
+                arrival=self._num_submitted,
+                submitted_at=step_loop.clock(),
+            )
+
+    def _register(self, submission: Submission) -> Generation:
+        """A request that is all right as far as can be told without its prompt."""
+        step_loop = self._accepting()
+        check_params(submission.params, vocab_size=self.model_config.vocab_size, max_running=self.config.max_running)
+        if step_loop.find(submission.id) is not None:
             raise InvalidRequestError(f"A request with the id {submission.id!r} is running; choose another id.")
-        if steps.num_waiting >= self.config.max_waiting:
+        if step_loop.num_waiting >= self.config.max_waiting:
             raise EngineBusyError(
-                f"{steps.num_waiting} requests are waiting, which is the limit (max_waiting). Retry later, "
+                f"{step_loop.num_waiting} requests are waiting, which is the limit (max_waiting). Retry later, "
                 "await wait_for_room() first, or raise max_waiting."
             )
         assert self._threads is not None
-        generation = Generation(submission, Outbox(self._threads.loop.signal()))
-        steps.register(generation)
+        generation = Generation(submission, Outbox(self._threads.event_loop.signal()), step_loop.forget)
+        step_loop.register(generation)
         return generation
 
-    def _submit_text(
-        self, steps: StepLoop, encode: Callable[[], list[int]], params: SamplingParams | None, options: Options
-    ) -> TokenStream:
-        generation = self._register(steps, params, options)
+    def _submit_text(self, submission: Submission, encode: Callable[[], list[int]]) -> TokenStream:
+        generation, step_loop = self._register(submission), self._running()
         vocab_size = self.model_config.vocab_size
 
         def prepare() -> Request | None:
-            if generation.outbox.ended:
+            if generation.ended:
                 return None  # aborted while it waited for this thread
             return self._request(generation, check_prompt_ids(encode(), vocab_size))
 
         def start(request: Request | None) -> None:
-            if request is not None and not generation.outbox.ended:
+            if request is not None and not generation.ended:
                 try:
-                    steps.start(generation, request)
+                    step_loop.start(generation, request)
                 except Exception as error:  # it is too long, say; the stream tells its caller
-                    steps.fail(generation, error)
+                    generation.fail(error)
 
         assert self._threads is not None
-        self._threads.text.submit(prepare, start, partial(steps.fail, generation))
+        self._threads.text_worker.submit(prepare, start, generation.fail)
         return self._stream(generation)
 
     def _request(self, generation: Generation, prompt: array[int]) -> Request:
@@ -374,13 +387,15 @@ class Engine:
 
     def _stream(self, generation: Generation) -> TokenStream:
         assert self._threads is not None
-        return TokenStream(generation.id, generation.outbox, partial(self._abort, generation), self._threads.loop.post)
+        return TokenStream(
+            generation.id, generation.outbox, partial(self._abort, generation), self._threads.event_loop.post
+        )
 
     def _abort(self, generation: Generation) -> None:
-        if self._steps is not None:
-            self._steps.abort(generation)
+        if self._step_loop is not None:
+            generation.abort(self._step_loop.clock())
 
-    def _make_steps(self, threads: _Threads) -> StepLoop:
+    def _make_step_loop(self, threads: _Threads) -> StepLoop:
         if self._closed is not None:
             raise EngineDeadError("The engine was closed while it loaded its model.")
         model = self._model
@@ -392,23 +407,23 @@ class Engine:
             max_batched_tokens=model.capacity.max_batched_tokens,
         )
         depth = 2 if self.config.overlap else 1
-        return StepLoop(scheduler, model.runner, model.tokenizer, threads.steps, threads.loop, depth=depth)
+        return StepLoop(scheduler, model.runner, model.tokenizer, threads.step_worker, threads.event_loop, depth=depth)
 
     async def _free(self) -> None:
-        steps, self._steps = self._steps, None
-        if steps is not None:
-            steps.stop(EngineDeadError("The engine was closed."), _aborted)
-            if steps.error is not None and steps.error.__cause__ is not None:
+        step_loop, self._step_loop = self._step_loop, None
+        if step_loop is not None:
+            step_loop.stop(EngineDeadError("The engine was closed."), _aborted)
+            if step_loop.error is not None and step_loop.error.__cause__ is not None:
                 # Callers may keep the error, but not the arrays that the failed step was working on.
-                traceback.clear_frames(steps.error.__cause__.__traceback__)
+                traceback.clear_frames(step_loop.error.__cause__.__traceback__)
         if self._threads is not None:
             try:
-                await self._threads.steps.run(self._unload)
+                await self._threads.step_worker.run(self._unload)
             finally:
                 try:
-                    await self._threads.steps.close()
+                    await self._threads.step_worker.close()
                 finally:
-                    await self._threads.text.close()
+                    await self._threads.text_worker.close()
 
     def _load(self) -> None:
         """On the worker thread, where `_unload` will follow whatever happens to the task that awaits this."""
@@ -423,6 +438,16 @@ class Engine:
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             loaded.close()
+
+
+@contextmanager
+def _naming(request_id: str | None) -> Iterator[None]:
+    """Errors that refuse the request carry its id, if that is one."""
+    try:
+        yield
+    except RequestError as error:
+        error.request_id = request_id if isinstance(request_id, str) else None
+        raise
 
 
 def _copied(conversation: T) -> T:

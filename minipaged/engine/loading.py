@@ -20,7 +20,7 @@ from minipaged.models.config import ModelConfig
 from minipaged.models.files.hub import resolve_model
 from minipaged.models.files.model_source import ModelSource, open_model
 from minipaged.models.llama import load_llama
-from minipaged.ops.base import Array, CacheShape, Dimensions, ElementTypes, Ops, StepLimits, Weight
+from minipaged.ops.base import Array, Dimensions, ElementTypes, Ops, StepLimits, Weight
 from minipaged.progress import Progress
 from minipaged.text.chat import ChatTemplate
 from minipaged.text.tokenizer import Tokenizer
@@ -129,23 +129,20 @@ def _make_runner(
     source: ModelSource, config: EngineConfig, ops: Ops[Array, Weight], progress: Progress
 ) -> tuple[Capacity, Runner[Array, Weight]]:
     model = source.config
-    kv_dtype = ops.kv_dtype if config.kv_dtype == "auto" else config.kv_dtype
+    layout = model.kv_layout(config.block_size, ops.kv_dtype if config.kv_dtype == "auto" else config.kv_dtype)
 
     def plan() -> Capacity:
         memory = ops.cache_memory(config.memory_fraction)
-        return plan_capacity(config, model, kv_dtype, memory, ops.max_batched_tokens)
-
-    def shape(num_blocks: int) -> CacheShape:
-        return CacheShape(num_blocks, model.num_layers, model.num_kv_heads, config.block_size, model.head_dim)
+        return plan_capacity(config, model, layout, memory, ops.max_batched_tokens)
 
     most = plan()  # before the weights take their part, so that what cannot fit is refused before they are read
     llama = load_llama(source.checkpoint, model, ops, most.max_model_len, progress)
     limits = StepLimits(most.max_batched_tokens, config.max_running, most.max_model_len)
-    ops.reserve(limits, shape(1), lambda batch, cache: llama.logits(llama.forward(batch, cache), batch))
+    ops.reserve(limits, layout, lambda batch, cache: llama.logits(llama.forward(batch, cache), batch))
     capacity = plan()
     try:
-        cache = ops.allocate_cache(shape(capacity.num_blocks), kv_dtype)
-        host_cache = ops.allocate_host_cache(shape(capacity.swap_blocks), kv_dtype)
+        cache = ops.allocate_cache(layout, capacity.num_blocks)
+        host_cache = ops.allocate_host_cache(layout, capacity.swap_blocks)
     except (MemoryError, ValueError) as error:  # more than NumPy can count is a ValueError
         raise DeviceError(
             f"There is not enough memory for {capacity.num_blocks} KV blocks and {capacity.swap_blocks} swap blocks of "
@@ -159,6 +156,5 @@ def _make_runner(
         config,
         vocab_size=model.vocab_size,
         max_model_len=capacity.max_model_len,
-        eos_token_ids=model.eos_token_ids,
     )
     return capacity, runner

@@ -10,20 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import anyio.lowlevel
 
 from minipaged.engine.event_loop import EventLoop
 from minipaged.engine.generation import Generation
 from minipaged.engine.worker import Worker
-from minipaged.errors import EngineDeadError, MinipagedError, RequestFailedError, RequestTimeoutError
+from minipaged.errors import EngineDeadError, RequestTimeoutError
 from minipaged.scheduling.request import Request
 from minipaged.scheduling.scheduler import Scheduler
 from minipaged.step import StepPlan, StepResult
 from minipaged.text.tokenizer import Tokenizer
-
-Error = TypeVar("Error", bound=MinipagedError)
 
 
 class StepRunner(Protocol):
@@ -36,8 +34,7 @@ class StepRunner(Protocol):
 class StepLoop:
     """Owns the requests of an engine and drives its scheduler. Every method runs on the event loop's thread.
 
-    Each generation ends exactly once: finished, aborted, or failed. When the loop dies, all of them fail with
-    `EngineDeadError`, and so does everything later.
+    When the loop dies, all generations fail with `EngineDeadError`, and so does everything later.
     """
 
     clock = staticmethod(time.monotonic)
@@ -68,9 +65,6 @@ class StepLoop:
         self._num_preparing = 0
         self.error: EngineDeadError | None = None
         """Why no step runs any more."""
-        self.num_steps = 0
-        self.num_tokens = 0
-        """Generated so far."""
 
     # Requests
 
@@ -81,6 +75,16 @@ class StepLoop:
         self._num_preparing += 1
         if generation.submission.deadline is not None:
             self._timed[generation.id] = generation
+
+    def forget(self, generation: Generation) -> None:
+        """A registered request ends: give back what it holds."""
+        del self._generations[generation.id]
+        self._timed.pop(generation.id, None)
+        if generation.request is None:
+            self._num_preparing -= 1
+        else:
+            self._guard(partial(self.scheduler.abort, generation.request))
+        self._changed.notify()
 
     def start(self, generation: Generation, request: Request) -> None:
         """A registered request's prompt is known: queue it. Raises as `Scheduler.submit`; the caller then fails it."""
@@ -93,27 +97,12 @@ class StepLoop:
         """The request with this id that has not ended."""
         return self._generations.get(request_id)
 
-    def abort(self, generation: Generation) -> None:
-        """End a request by its caller's wish. Does nothing once it has ended."""
-        if not generation.outbox.ended:
-            generation.abort(self.clock())
-            self._forget(generation)
-
-    def fail(self, generation: Generation, error: BaseException) -> None:
-        """End a request with an error, a foreign one as `RequestFailedError`. Does nothing once it has ended."""
-        if not generation.outbox.ended:
-            if not isinstance(error, MinipagedError):
-                message = f"Request {generation.id!r} failed: {type(error).__name__}: {error}"
-                error = _caused(RequestFailedError(message), error)
-            generation.outbox.fail(error)
-            self._forget(generation)
-
     def stop(self, error: EngineDeadError, failure: Callable[[str], Exception]) -> None:
         """Run no further step; every request fails with `failure(its id)`. Steps with the worker are ignored."""
         if self.error is None:
             self.error = error
         for generation in list(self._generations.values()):
-            self.fail(generation, failure(generation.id))
+            generation.fail(failure(generation.id))
         self._changed.notify()
 
     @property
@@ -139,43 +128,12 @@ class StepLoop:
             await self._changed.wait()
             self.check_alive()
 
-    # Steps
+    # The loop: plan and execute, commit and deliver, then plan again
 
-    def _wake(self) -> None:
-        """Plan soon, together with whatever else is submitted before the event loop comes to it."""
-        if not self._woken:
-            self._woken = True
-            self._post(self._on_wake)
-
-    def _on_wake(self) -> None:
-        self._woken = False
-        self._guard(self._plan_steps)
-
-    def _on_result(self, result: StepResult) -> None:
-        self._in_flight -= 1
-        self._guard(partial(self._take_in, result))
-        self._guard(self._plan_steps)
-
-    def _guard(self, action: Callable[[], None]) -> None:
-        """What the scheduler raises is nobody's own error: it kills the loop. Does nothing once the loop is dead."""
-        if self.error is None:
-            try:
-                action()
-            except Exception as error:
-                self._die(error)
-
-    def _die(self, cause: BaseException) -> None:
-        if self.error is None:
-            message = f"The engine failed in a step and has stopped: {type(cause).__name__}: {cause}"
-            self.stop(_caused(EngineDeadError(message), cause), lambda _: _caused(EngineDeadError(message), cause))
-
-    def _plan_steps(self) -> None:
+    def _plan_and_execute(self) -> None:
         now = self.clock()
         self._expire(now)
-        while self._in_flight < self._depth:
-            plan = self.scheduler.plan(now)
-            if plan is None:
-                break
+        while self._in_flight < self._depth and (plan := self.scheduler.plan(now)) is not None:
             self._in_flight += 1
             self._worker.submit(partial(self._execute, plan), self._on_result, self._die)
         if self._in_flight == 0 and self.scheduler.has_work:
@@ -188,59 +146,60 @@ class StepLoop:
             raise self.error  # stopped while the plan was queued
         return self._runner.execute(plan)
 
-    def _take_in(self, result: StepResult) -> None:
-        """Commit a step, then deliver its tokens."""
+    def _on_result(self, result: StepResult) -> None:
+        self._in_flight -= 1
+        self._guard(partial(self._commit_and_deliver, result))
+        self._guard(self._plan_and_execute)
+
+    def _commit_and_deliver(self, result: StepResult) -> None:
         committed = self.scheduler.commit(result)
         now = self.clock()
-        self.num_steps += 1
-        self.num_tokens += len(committed.advanced)
         for sequence, error in committed.failed:
-            if (generation := self._generation(sequence.request)) is not None:
-                self.fail(generation, error)
-        for request, entries in committed.prompt_logprobs:
-            if (generation := self._generation(request)) is not None:
-                generation.add_prompt_logprobs(entries)
-        for sequence, row in committed.advanced:
-            generation = self._generation(sequence.request)
-            if generation is None:
-                continue
-            logprobs = result.logprobs.get(row)
+            if (recipient := sequence.request.recipient) is not None:
+                recipient.fail(error)
+        for sequence, num_tokens, logprobs in committed.advanced:
+            recipient = sequence.request.recipient
+            if recipient is not None and not recipient.ended:
+                try:
+                    recipient.deliver(sequence, num_tokens, logprobs, now)
+                except Exception as error:  # one request's text concerns no other
+                    recipient.fail(error)
+
+    # What starts and ends it
+
+    def _wake(self) -> None:
+        """Plan soon, together with whatever else is submitted before the event loop comes to it."""
+        if not self._woken:
+            self._woken = True
+            self._post(self._on_wake)
+
+    def _on_wake(self) -> None:
+        self._woken = False
+        self._guard(self._plan_and_execute)
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """What the scheduler raises is nobody's own error: it kills the loop. Does nothing once the loop is dead."""
+        if self.error is None:
             try:
-                ended = generation.add_token(
-                    sequence.index, result.token_ids[row], logprobs, sequence.finish_reason, now
-                )
-            except Exception as error:  # one request's text concerns no other
-                self.fail(generation, error)
-                continue
-            if ended:
-                self.scheduler.finish(sequence, "stop")  # a stop string; the scheduler knows of all else
-            if generation.outbox.ended:
-                self._forget(generation)
+                action()
+            except Exception as error:
+                self._die(error)
+
+    def _die(self, cause: BaseException) -> None:
+        if self.error is None:
+            self.stop(_engine_failed(cause), lambda _: _engine_failed(cause))
 
     def _expire(self, now: float) -> None:
         for generation in list(self._timed.values()):
             submission = generation.submission
-            if submission.deadline is not None and submission.deadline <= now:
+            if submission.expires_at is not None and submission.expires_at <= now:
                 waited = now - submission.submitted_at
                 message = f"Request {generation.id!r} passed its deadline: it has taken {waited:.3f} s."
-                self.fail(generation, RequestTimeoutError(message))
-
-    def _generation(self, request: Request) -> Generation | None:
-        """The generation of a request, unless it has ended."""
-        generation = self._generations.get(request.id)
-        return generation if generation is not None and generation.request is request else None
-
-    def _forget(self, generation: Generation) -> None:
-        del self._generations[generation.id]
-        self._timed.pop(generation.id, None)
-        if generation.request is None:
-            self._num_preparing -= 1
-        else:
-            self._guard(partial(self.scheduler.abort, generation.request))
-        self._changed.notify()
+                generation.fail(RequestTimeoutError(message))
 
 
-def _caused(error: Error, cause: BaseException) -> Error:
-    """`error`, as if raised from `cause`."""
+def _engine_failed(cause: BaseException) -> EngineDeadError:
+    """As if raised from `cause`."""
+    error = EngineDeadError(f"The engine failed in a step and has stopped: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import secrets
 import sys
-import uuid
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,16 +21,38 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A request whose prompt is not known yet. Times are seconds on the engine's clock."""
+    """A request whose prompt is not known yet: the keywords of `generate`.
 
-    id: str
+    Raises `InvalidRequestError` for one out of its range.
+    """
+
     params: SamplingParams
+    id: str
+    priority: int
+    deadline: float | None
+    """Seconds from `submitted_at`."""
+    cache_salt: str | None
     arrival: int
     """Counts the requests of this engine."""
-    priority: int
-    namespace: str
     submitted_at: float
-    deadline: float | None
+    """Seconds on the engine's clock."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not self.id:
+            raise InvalidRequestError(f"request_id is {self.id!r}; expected a non-empty string.")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise InvalidRequestError(f"priority is {self.priority!r}; expected an integer, lower for sooner.")
+        deadline = self.deadline
+        is_number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+        if deadline is not None and not (is_number and 0 < deadline <= sys.float_info.max):
+            raise InvalidRequestError(f"deadline is {deadline!r}; expected a finite number of seconds > 0.")
+        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
+            raise InvalidRequestError(f"cache_salt is {self.cache_salt!r}; expected a string.")
+
+    @property
+    def expires_at(self) -> float | None:
+        """When the deadline is, in seconds on the engine's clock."""
+        return None if self.deadline is None else self.submitted_at + self.deadline
 
     def request(self, prompt: array[int], *, eos_token_ids: Sequence[int], max_model_len: int) -> Request:
         """The request as the scheduler sees it, with its prompt's token ids."""
@@ -48,44 +69,7 @@ class Submission:
             stop_token_ids=frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids),
             max_length=max_length,
             priority=self.priority,
-            namespace=self.namespace,
-            deadline=self.deadline,
-            submitted_at=self.submitted_at,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The keywords of `generate`. Raises `InvalidRequestError` for one out of its range."""
-
-    request_id: str | None
-    priority: int
-    deadline: float | None
-    """Seconds from now."""
-    cache_salt: str | None
-
-    def __post_init__(self) -> None:
-        request_id, priority, deadline = self.request_id, self.priority, self.deadline
-        if request_id is not None and (not isinstance(request_id, str) or not request_id):
-            raise InvalidRequestError(f"request_id is {request_id!r}; expected a non-empty string.")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequestError(f"priority is {priority!r}; expected an integer, lower for sooner.")
-        is_number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
-        if deadline is not None and not (is_number and 0 < deadline <= sys.float_info.max):
-            raise InvalidRequestError(f"deadline is {deadline!r}; expected a finite number of seconds > 0.")
-        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
-            raise InvalidRequestError(f"cache_salt is {self.cache_salt!r}; expected a string.")
-
-    def submission(self, params: SamplingParams, *, arrival: int, now: float) -> Submission:
-        """With an id made up if none was given."""
-        return Submission(
-            id=uuid.uuid4().hex if self.request_id is None else self.request_id,
-            params=params,
-            arrival=arrival,
-            priority=self.priority,
             namespace=self.cache_salt or "",
-            submitted_at=now,
-            deadline=None if self.deadline is None else now + self.deadline,
         )
 
 

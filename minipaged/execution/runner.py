@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from minipaged.config import EngineConfig
 from minipaged.errors import DeviceError, RequestFailedError
 from minipaged.execution.rows import Int32, Rows, StepArrays
-from minipaged.execution.sampling import SamplingState
-from minipaged.ops.base import Array, Batch, HostArray, Ops, PendingCopy, Sampled, Weight
+from minipaged.execution.sampling import SamplingState, Selection
+from minipaged.ops.base import Array, Batch, HostArray, KVPool, Ops, PendingCopy, Sampled, Weight
 from minipaged.ops.reference.sampling import logprobs
 from minipaged.output import TokenLogprob
-from minipaged.step import Logprobs, StepPlan, StepResult
+from minipaged.step import Logprobs, SequenceResult, StepPlan, StepResult
 
 PROMPT_LOGPROBS_ELEMENTS = 2**24
 """Most logits held at a time for prompt log-probabilities: 64 MiB of float32."""
@@ -27,7 +27,7 @@ PROMPT_LOGPROBS_ELEMENTS = 2**24
 class Model(Protocol[Array]):
     """The forward pass, as the runner sees it."""
 
-    def forward(self, batch: Batch[Array], cache: Array) -> Array:
+    def forward(self, batch: Batch[Array], cache: KVPool[Array]) -> Array:
         """Write the KV of the batch's T tokens; returns what `logits` needs of them, [T, hidden]."""
 
     def logits(self, hidden: Array, batch: Batch[Array]) -> Array:
@@ -36,28 +36,32 @@ class Model(Protocol[Array]):
 
 @dataclass(slots=True)
 class _Outcome:
-    """What becomes of a step, gathered while it is computed."""
+    """What becomes of a step, gathered by row while it is computed."""
 
     token_ids: Int32
-    """-1 until chosen."""
-    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    """[max_running]: -1 until chosen."""
+    logprobs: dict[int, tuple[Logprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[tuple[TokenLogprob, ...], ...]] = field(default_factory=dict)
     failures: dict[int, Exception] = field(default_factory=dict)
 
-
-@dataclass(frozen=True, slots=True)
-class _Choices:
-    """N tokens to be chosen."""
-
-    rows: Int32
-    positions: Int32
-    """Of the tokens to be chosen."""
-    outputs: Int32
-    """Where they stand in the result."""
-
-    def take(self, indices: NDArray[np.intp]) -> _Choices:
-        """Some of them."""
-        return _Choices(self.rows[indices], self.positions[indices], self.outputs[indices])
+    def results(self, rows: Int32) -> list[SequenceResult]:
+        """Those of the rows of a step, in their order."""
+        if self.failures:
+            self.token_ids[list(self.failures)] = -1
+        token_ids = self.token_ids[rows]
+        numbers = rows.tolist()
+        if token_ids.min(initial=0) >= 0 and not (self.logprobs or self.prompt_logprobs):
+            return list(map(SequenceResult, numbers, zip(token_ids.tolist(), strict=True)))
+        return [
+            SequenceResult(
+                row,
+                (token_id,) if token_id >= 0 else (),
+                self.logprobs.get(row, ()),
+                self.prompt_logprobs.get(row, ()),
+                self.failures.get(row),
+            )
+            for row, token_id in zip(numbers, token_ids.tolist(), strict=True)
+        ]
 
 
 class Runner(Generic[Array, Weight]):
@@ -75,23 +79,23 @@ class Runner(Generic[Array, Weight]):
         self,
         ops: Ops[Array, Weight],
         model: Model[Array],
-        cache: Array,
+        cache: KVPool[Array],
         host_cache: NDArray[np.uint8],
         config: EngineConfig,
         *,
         vocab_size: int,
         max_model_len: int,
-        eos_token_ids: tuple[int, ...],
     ) -> None:
         self._ops = ops
         self._model = model
         self._cache = cache
         self._host_cache = host_cache
         self._debug = config.debug
+        self._max_running = config.max_running
         self._vocab_size = vocab_size
         self._rows = Rows(max_running=config.max_running, max_model_len=max_model_len, block_size=config.block_size)
-        self._sampling = SamplingState(
-            ops.upload_together, max_running=config.max_running, vocab_size=vocab_size, eos_token_ids=eos_token_ids
+        self._sampling: SamplingState[Array] = SamplingState(
+            ops.upload_together, max_running=config.max_running, vocab_size=vocab_size
         )
         self._failed: dict[int, Exception] = {}
         self._pending: list[tuple[int, PendingCopy]] = []
@@ -100,20 +104,19 @@ class Runner(Generic[Array, Weight]):
         """Run one step. A plan without tokens computes nothing, but waits for a transfer if any is under way."""
         self._move_blocks(plan)
         arrays = self.prepare(plan)
-        outcome = _Outcome(np.full(len(arrays.outputs), -1, np.int32))
+        outcome = _Outcome(np.full(self._max_running, -1, np.int32))
         started = time.perf_counter()
         work = self._without_failed(arrays, outcome) if self._failed else arrays
         if work is not None and len(work.rows):
             self._compute(work, outcome)
-        if outcome.failures:
-            self._failed.update(outcome.failures)
-            outcome.token_ids[np.isin(arrays.sampling_rows, list(outcome.failures))] = -1
+        self._failed.update(outcome.failures)
+        supplied = [(row, token) for row, token in plan.supplied if row not in outcome.failures]
+        if supplied:
+            rows, token_ids = np.array(supplied, np.int32).T
+            self._append(rows, token_ids, outcome)
         return StepResult(
             plan_id=plan.id,
-            token_ids=outcome.token_ids.tolist(),
-            logprobs=outcome.logprobs,
-            prompt_logprobs=outcome.prompt_logprobs,
-            failures=outcome.failures,
+            sequences=outcome.results(arrays.rows),
             forward_seconds=time.perf_counter() - started,
             finished_transfers=self._finished_transfers(wait=plan.num_tokens == 0),
         )
@@ -126,6 +129,15 @@ class Runner(Generic[Array, Weight]):
         for admission in plan.admissions:
             self._sampling.admit(admission)
             self._failed.pop(admission.row, None)
+        if plan.forks:
+            self._sampling.fork(plan.forks)
+            failed = {fork.child: self._failed[fork.parent] for fork in plan.forks if fork.parent in self._failed}
+            for fork in plan.forks:
+                self._failed.pop(fork.child, None)
+            self._failed |= failed
+        for row in plan.drops:
+            self._sampling.drop(row)
+            self._failed.pop(row, None)
         return arrays
 
     def upload(self, arrays: StepArrays) -> Batch[Array]:
@@ -133,6 +145,7 @@ class Runner(Generic[Array, Weight]):
         batch: Batch[HostArray] = Batch(
             token_ids=arrays.token_ids,
             positions=arrays.positions,
+            kv_extents=arrays.kv_extents,
             slots=arrays.slots,
             cu_seqlens=arrays.cu_seqlens,
             rows=arrays.rows,
@@ -237,21 +250,22 @@ class Runner(Generic[Array, Weight]):
     def _sample(self, arrays: StepArrays, batch: Batch[Array], raw_logits: Array, outcome: _Outcome) -> None:
         ops = self._ops
         rows, positions = arrays.sampling_rows, arrays.next_positions
-        choices = _Choices(rows, positions, arrays.outputs)
-        penalties, bias = self._sampling.adjustments(rows, positions)
+        selection = self._sampling.select(rows, arrays.sampling_version)
+        penalties, bias = self._sampling.adjustments(selection, positions)
         logits = raw_logits
         if penalties is not None or bias is not None:
             logits = ops.adjust_logits(raw_logits, penalties, bias)
-        with_callback = self._sampling.with_callback(rows)
+        with_callback = selection.with_callback
         if not with_callback.size:
-            self._choose(choices, batch.next_positions, logits, raw_logits, outcome)
+            self._choose(selection, positions, batch.next_positions, logits, raw_logits, outcome)
             return
 
         without = np.delete(np.arange(len(rows)), with_callback)
         if without.size:
-            some = choices.take(without)
-            indices, next_positions = ops.upload_together([without.astype(np.int32), some.positions.astype(np.uint32)])
-            self._choose(some, next_positions, ops.take(logits, indices), ops.take(raw_logits, indices), outcome)
+            some = positions[without]
+            indices, next_positions = ops.upload_together([without.astype(np.int32), some.astype(np.uint32)])
+            taken, raw_taken = ops.take(logits, indices), ops.take(raw_logits, indices)
+            self._choose(self._sampling.select(rows[without]), some, next_positions, taken, raw_taken, outcome)
         on_host = ops.download(ops.take(logits, ops.upload(with_callback.astype(np.int32))))
         adjusted: dict[int, NDArray[np.float32]] = {}
         for index, row_logits in zip(with_callback.tolist(), on_host, strict=True):
@@ -262,34 +276,46 @@ class Runner(Generic[Array, Weight]):
                 outcome.failures[row] = error
         if adjusted:
             called = np.array(list(adjusted))
-            some = choices.take(called)
+            some = positions[called]
             indices, next_positions, returned = ops.upload_together(
-                [called.astype(np.int32), some.positions.astype(np.uint32), np.stack(list(adjusted.values()))]
+                [called.astype(np.int32), some.astype(np.uint32), np.stack(list(adjusted.values()))]
             )
-            self._choose(some, next_positions, returned, ops.take(raw_logits, indices), outcome)
+            raw_taken = ops.take(raw_logits, indices)
+            self._choose(self._sampling.select(rows[called]), some, next_positions, returned, raw_taken, outcome)
 
     def _choose(
-        self, choices: _Choices, next_positions: Array, logits: Array, raw_logits: Array, outcome: _Outcome
+        self,
+        selection: Selection[Array],
+        positions: Int32,
+        next_positions: Array,
+        logits: Array,
+        raw_logits: Array,
+        outcome: _Outcome,
     ) -> None:
-        sampled = self._ops.sample(logits, raw_logits, self._sampling.batch(choices.rows, next_positions))
+        """Sample a token for each of the selected rows; `positions` [N] are `next_positions` on the host."""
+        rows = selection.rows
+        sampled = self._ops.sample(logits, raw_logits, self._sampling.batch(selection, next_positions))
         token_ids = sampled.token_ids
         failed = token_ids < 0
         if sampled.logprobs is not None:
-            asked = self._sampling.num_logprobs(choices.rows)
+            asked = self._sampling.num_logprobs(rows)
             failed |= (asked >= 0) & np.isnan(sampled.logprobs)
             for index in np.flatnonzero((asked >= 0) & ~failed).tolist():
-                outcome.logprobs[int(choices.outputs[index])] = _logprobs_of(sampled, index, int(asked[index]))
+                outcome.logprobs[int(rows[index])] = (_logprobs_of(sampled, index, int(asked[index])),)
         if failed.any():
             for index in np.flatnonzero(failed).tolist():
-                row, position = int(choices.rows[index]), int(choices.positions[index])
-                outcome.failures[row] = RequestFailedError(
-                    f"No token can be chosen at position {position}: the logits hold NaN, or nothing finite. "
+                outcome.failures[int(rows[index])] = RequestFailedError(
+                    f"No token can be chosen at position {positions[index]}: the logits hold NaN, or nothing finite. "
                     "Check logit_bias and the logits callback; without those, the model's weights or KV are at fault."
                 )
-            choices, token_ids = choices.take(np.flatnonzero(~failed)), token_ids[~failed]
-        outcome.token_ids[choices.outputs] = token_ids
-        self._rows.append(choices.rows, token_ids)
-        self._sampling.append(choices.rows, token_ids)
+            rows, token_ids = rows[~failed], token_ids[~failed]
+        self._append(rows, token_ids, outcome)
+
+    def _append(self, rows: Int32, token_ids: Int32, outcome: _Outcome) -> None:
+        """The next token of each row is known."""
+        outcome.token_ids[rows] = token_ids
+        self._rows.append(rows, token_ids)
+        self._sampling.append(rows, token_ids)
 
 
 def _logprobs_of(sampled: Sampled, index: int, num_top: int) -> Logprobs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 ElementType = Literal["float32", "float16", "bfloat16"]
 ELEMENT_BYTES: dict[ElementType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -30,6 +30,15 @@ class Plane:
     """From the beginning of the layer's part of a block to the plane's first head."""
     head_stride: int
     """From one head to the next."""
+
+    @classmethod
+    def of_heads(
+        cls, *, num_heads: int, width: int, element_type: ElementType, scale_bytes: int, offset: int, block_size: int
+    ) -> Self:
+        """The plane whose heads follow each other as closely as the padding of their scales allows."""
+        elements = block_size * width * ELEMENT_BYTES[element_type]
+        scales = -(-block_size * scale_bytes // SCALES_ALIGNMENT) * SCALES_ALIGNMENT
+        return cls(num_heads, width, element_type, scale_bytes, offset, head_stride=elements + scales)
 
     @property
     def element_bytes(self) -> int:
@@ -82,22 +91,21 @@ class KVLayout:
         )
 
 
-def kv_layout(
+def grouped_query_layout(
     *, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, element_type: ElementType
 ) -> KVLayout:
     """The layout of grouped-query attention: K and V alike, 2 x layers x KV heads x head_dim elements a token."""
     planes: list[Plane] = []
     offset = 0
     for _ in ("keys", "values"):
-        plane = _plane(num_kv_heads, head_dim, block_size, element_type, scale_bytes=0, offset=offset)
+        plane = Plane.of_heads(
+            num_heads=num_kv_heads,
+            width=head_dim,
+            element_type=element_type,
+            scale_bytes=0,
+            offset=offset,
+            block_size=block_size,
+        )
         planes.append(plane)
         offset += plane.num_bytes
     return KVLayout(num_layers, block_size, tuple(planes))
-
-
-def _plane(
-    num_heads: int, width: int, block_size: int, element_type: ElementType, *, scale_bytes: int, offset: int
-) -> Plane:
-    elements = block_size * width * ELEMENT_BYTES[element_type]
-    scales = -(-block_size * scale_bytes // SCALES_ALIGNMENT) * SCALES_ALIGNMENT
-    return Plane(num_heads, width, element_type, scale_bytes, offset, head_stride=elements + scales)

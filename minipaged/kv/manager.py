@@ -68,9 +68,9 @@ class KVManager:
             self.pool.share(block)
         return BlockTable(blocks, table.nodes[: len(blocks)])
 
-    def is_writable(self, block: int, gone: int) -> bool:
-        """Whether a block has one owner, `gone` of its owners not counted, and no name in the prefix cache."""
-        return self.pool.ref_count[block] - gone == 1 and block not in self.prefix
+    def is_writable(self, block: int, *, owners: int = 1) -> bool:
+        """Whether a block has just so many owners, and the prefix cache does not name it."""
+        return self.pool.ref_count[block] == owners and block not in self.prefix
 
     def make_writable(self, table: BlockTable, column: int) -> tuple[int, int]:
         """Copy-on-write: put a fresh block in place of a shared one; returns the (source, destination) to copy.

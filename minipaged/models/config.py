@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from minipaged.kv.layout import ElementType, KVLayout, grouped_query_layout
+
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
 
 
@@ -84,6 +86,16 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     """Per layer: how many latest positions a token attends to, itself included; None: all."""
     eos_token_ids: tuple[int, ...]
+
+    def kv_layout(self, block_size: int, element_type: ElementType) -> KVLayout:
+        """Where the KV of this model's tokens stands in blocks of `block_size` tokens."""
+        return grouped_query_layout(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=block_size,
+            element_type=element_type,
+        )
 
 
 def context_length(declared: int, scaling: RopeScaling) -> int:

@@ -8,7 +8,7 @@ from minipaged.models.checkpoint import Checkpoint
 from minipaged.models.config import ModelConfig
 from minipaged.models.rope import rope_tables
 from minipaged.models.weights import LayerWeights, LlamaWeights, load_weights
-from minipaged.ops.base import Array, Batch, Ops, Weight
+from minipaged.ops.base import Array, Batch, KVPool, Ops, Weight
 from minipaged.progress import Progress, no_progress
 
 
@@ -38,7 +38,7 @@ class Llama(Generic[Array, Weight]):
         self.ops = ops
         self.rope = rope
 
-    def forward(self, batch: Batch[Array], cache: Array) -> Array:
+    def forward(self, batch: Batch[Array], cache: KVPool[Array]) -> Array:
         """Compute the K and V of every token of the batch, in every layer, and write them into the cache.
 
         Returns the hidden states after the last layer's attention, [T, hidden]. What follows no other token reads:
@@ -59,7 +59,7 @@ class Llama(Generic[Array, Weight]):
         return self.ops.logits(normed, self.weights.head)
 
     def _add_attention(
-        self, index: int, layer: LayerWeights[Array, Weight], hidden: Array, batch: Batch[Array], cache: Array
+        self, index: int, layer: LayerWeights[Array, Weight], hidden: Array, batch: Batch[Array], cache: KVPool[Array]
     ) -> Array:
         config = self.config
         norms = None

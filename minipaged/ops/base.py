@@ -4,9 +4,9 @@ Coarse on purpose: each operation is a kernel launch or two on a GPU. T is the n
 sequences, N of rows that sample. `Array` is the device's array type; `Weight` whatever the device keeps a matrix as
 (packed, say).
 
-KV cache layout: [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim], so that a block is one
-contiguous span; within it a device may order the elements otherwise. A token's slot is
-`block * block_size + position % block_size`.
+The KV cache is a `KVPool`: what lies where in a block says its `KVLayout`. A token's slot is
+`block * block_size + place % block_size`, where `place` counts the tokens whose KV comes before its
+own in its sequence.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from minipaged.config import Dtype, KVDtype
+from minipaged.kv.layout import ElementType, KVLayout
 from minipaged.ops.tensor import HostTensor
 from minipaged.progress import Progress
 
@@ -41,7 +43,12 @@ class Batch(Generic[Array]):
     token_ids: Array
     """int32 [T]"""
     positions: Array
-    """int32 [T]"""
+    """int32 [T]: where each token stands in its sequence's text; the rotation of q and k goes by it."""
+    kv_extents: Array
+    """int32 [T]: how many tokens' KV of its sequence a token sees without a window, its own as the last.
+
+    Attention goes by it. It is `positions + 1` while a sequence keeps the KV of all its tokens.
+    """
     slots: Array
     """int64 [T]: where to write K and V."""
     cu_seqlens: Array
@@ -54,6 +61,8 @@ class Batch(Generic[Array]):
     """int32 [N]: the indices into T whose logits are wanted."""
     next_positions: Array
     """uint32 [N]: the position after each of those, that of the token to be chosen."""
+    device_part: object = None
+    """What `Ops.upload_batch` adds for the device's own use: what the host must know to launch kernels, say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +79,9 @@ class Dimensions:
 class ElementTypes:
     """The number formats that were asked for, "auto" or the name of one, and what the checkpoint holds."""
 
-    weights: str
+    weights: Dtype
     """And activations."""
-    cache: str
+    cache: KVDtype
     stored: str
     """`HostTensor.encoding` of the checkpoint's matrices."""
 
@@ -87,14 +96,13 @@ class StepLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheShape:
-    """Geometry of the KV cache."""
+class KVPool(Generic[Array]):
+    """The KV blocks on a device: a handle that only the device's own operations look into."""
 
+    layout: KVLayout
     num_blocks: int
-    num_layers: int
-    num_kv_heads: int
-    block_size: int
-    head_dim: int
+    data: Array
+    """The blocks, one after the other along the first axis."""
 
 
 class PendingCopy(Protocol):
@@ -182,7 +190,7 @@ class Ops(Protocol[Array, Weight]):
 
     name: str
     """As in `EngineConfig.device`."""
-    kv_dtype: str
+    kv_dtype: ElementType
     """Element type of the KV cache unless told otherwise; known after `prepare`."""
     max_batched_tokens: int
     """Most tokens of a step unless told otherwise."""
@@ -217,17 +225,19 @@ class Ops(Protocol[Array, Weight]):
     def load_rope(self, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> Array:
         """Rotation table from cos and sin, float32 [max_model_len, head_dim / 2] each."""
 
-    def reserve(self, limits: StepLimits, shape: CacheShape, logits: Callable[[Batch[Array], Array], Array]) -> None:
+    def reserve(
+        self, limits: StepLimits, layout: KVLayout, logits: Callable[[Batch[Array], KVPool[Array]], Array]
+    ) -> None:
         """Allocate what steps within the limits need beside weights and cache, so that they allocate nothing.
 
-        `logits(batch, cache)` is the forward pass that will run, over a cache of that shape with any number of blocks.
+        `logits(batch, cache)` is the forward pass that will run, over a pool of that layout with any number of blocks.
         """
 
-    def allocate_cache(self, shape: CacheShape, dtype: str) -> Array:
-        """The device pool. `dtype` is "float32", "float16" or "bfloat16"."""
+    def allocate_cache(self, layout: KVLayout, num_blocks: int) -> KVPool[Array]:
+        """The device pool; its blocks hold zeros."""
 
-    def allocate_host_cache(self, shape: CacheShape, dtype: str) -> NDArray[np.uint8]:
-        """The host pool as bytes [num_blocks, bytes per block]; page-locked where that speeds up copies."""
+    def allocate_host_cache(self, layout: KVLayout, num_blocks: int) -> NDArray[np.uint8]:
+        """The host pool as bytes [num_blocks, layout.bytes_per_block]; page-locked where that speeds up copies."""
 
     def upload(self, array: HostArray) -> Array:
         """A host array, on the device."""
@@ -273,7 +283,7 @@ class Ops(Protocol[Array, Weight]):
         self,
         qkv: Array,
         rope: Array,
-        cache: Array,
+        cache: KVPool[Array],
         layer: int,
         batch: Batch[Array],
         num_query_heads: int,
@@ -287,12 +297,12 @@ class Ops(Protocol[Array, Weight]):
         """
 
     def paged_attention(
-        self, query: Array, cache: Array, layer: int, batch: Batch[Array], scale: float, window: int | None
+        self, query: Array, cache: KVPool[Array], layer: int, batch: Batch[Array], scale: float, window: int | None
     ) -> Array:
-        """Causal attention of each token over its sequence's positions 0..position (the last `window` of them).
+        """Causal attention of each token over the first `kv_extent` tokens of its sequence's KV (the last `window`).
 
         query [T, num_query_heads, head_dim] -> [T, num_query_heads * head_dim]; query head h reads KV head
-        h // (num_query_heads / num_kv_heads). Slots after the position hold anything, NaN included, and are not read.
+        h // (num_query_heads / num_kv_heads). Slots behind the extent hold anything, NaN included, and are not read.
         """
 
     def take(self, x: Array, indices: Array) -> Array:
@@ -317,14 +327,18 @@ class Ops(Protocol[Array, Weight]):
 
     # Blocks
 
-    def fill_blocks(self, cache: Array, blocks: Sequence[int], value: float) -> None:
+    def fill_blocks(self, cache: KVPool[Array], blocks: Sequence[int], value: float) -> None:
         """Set whole blocks (debug mode's NaN)."""
 
-    def copy_blocks(self, cache: Array, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, cache: KVPool[Array], pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) blocks within the device pool, before anything launched later."""
 
-    def blocks_to_host(self, cache: Array, host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]) -> PendingCopy:
+    def blocks_to_host(
+        self, cache: KVPool[Array], host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]
+    ) -> PendingCopy:
         """Start copying (device, host) blocks; reads what was written by everything launched before."""
 
-    def blocks_from_host(self, host: NDArray[np.uint8], cache: Array, pairs: Sequence[tuple[int, int]]) -> PendingCopy:
+    def blocks_from_host(
+        self, host: NDArray[np.uint8], cache: KVPool[Array], pairs: Sequence[tuple[int, int]]
+    ) -> PendingCopy:
         """Start copying (host, device) blocks; everything launched later sees them."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from minipaged.scheduling.plan_builder import PlanDraft
+from minipaged.scheduling.plan_builder import PlanBuilder
 from minipaged.scheduling.request import Sequence
 from minipaged.step import StepPlan, StepResult
 
@@ -16,8 +16,13 @@ class StepInFlight:
     """A plan and the sequences behind its rows."""
 
     plan: StepPlan
-    decoding: tuple[Sequence, ...]
-    chunked: tuple[Sequence, ...]
+    sequences: tuple[Sequence, ...]
+    """Those of the plan's decode rows, then those of its chunks."""
+
+    @property
+    def chunked(self) -> tuple[Sequence, ...]:
+        """The sequences of the plan's chunks."""
+        return self.sequences[len(self.plan.decode_rows) :]
 
 
 class StepsInFlight:
@@ -34,11 +39,12 @@ class StepsInFlight:
     def __iter__(self) -> Iterator[StepInFlight]:
         return iter(self._steps)
 
-    def start(self, draft: PlanDraft, poison: tuple[int, ...]) -> StepPlan:
-        """Finish a draft; its result is awaited from now on."""
+    def start(self, builder: PlanBuilder, poison: tuple[int, ...]) -> StepPlan:
+        """Finish a plan; its result is awaited from now on."""
         self.last_planned += 1
-        plan = draft.build(self.last_planned, poison)
-        self._steps.append(StepInFlight(plan, draft.decoding, tuple(draft.chunked)))
+        plan = builder.build(self.last_planned, poison)
+        sequences = (*builder.decodes.sequences, *builder.chunked) if builder.chunked else builder.decodes.sequences
+        self._steps.append(StepInFlight(plan, sequences))
         return plan
 
     def finish(self, result: StepResult) -> StepInFlight:

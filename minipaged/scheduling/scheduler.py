@@ -3,7 +3,7 @@
 It takes in requests, has each step planned (see `planner`), and commits what came of it.
 
 `plan` may be called again before the previous plan's result is committed. Then the tokens of the step in flight are not
-known yet, only how many there will be, and that is all a plan needs: block tables and positions. A sequence that turns
+known yet, only how many there may be, and that is all a plan needs: block tables and positions. A sequence that turns
 out to have stopped costs one discarded token. Blocks given back meanwhile may be planned for others at once, because
 the runner executes plans in order.
 """
@@ -13,55 +13,46 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from minipaged.config import EngineConfig
 from minipaged.errors import PromptTooLongError
 from minipaged.kv.manager import KVManager
-from minipaged.output import FinishReason, TokenLogprob
+from minipaged.output import FinishReason
 from minipaged.scheduling.in_flight import StepInFlight, StepsInFlight
 from minipaged.scheduling.planner import Planner
 from minipaged.scheduling.preemption import PreemptionPolicy
 from minipaged.scheduling.request import Request, Sequence, Status
 from minipaged.scheduling.running import RunningBatch
 from minipaged.scheduling.waiting import WaitingQueue
-from minipaged.stats import BlockCounts
-from minipaged.step import StepPlan, StepResult
+from minipaged.stats import EngineStats
+from minipaged.step import Chunk, Logprobs, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
     """What a step changed."""
 
-    advanced: list[tuple[Sequence, int]]
-    """Sequences that got a token, and the index of the sampling row it came from."""
+    advanced: list[tuple[Sequence, int, SequenceOf[Logprobs]]]
+    """Sequences that got tokens, how many, and the log-probabilities of the step's tokens."""
     failed: list[tuple[Sequence, Exception]]
     """Sequences that failed alone; they are finished, and their request should be aborted."""
-    prompt_logprobs: list[tuple[Request, tuple[tuple[TokenLogprob, ...], ...]]]
-    """Further entries for these requests, in order of position."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Counts since the start, and the queues as they are now."""
-
-    waiting: int
-    running: int
-    preemptions_by_swap: int
-    preemptions_by_recompute: int
-    prompt_tokens: int
-    """Prompt tokens of requests admitted so far."""
-    cached_tokens: int
-    """Those of them that came from the prefix cache."""
-    blocks: BlockCounts
-    host_blocks: BlockCounts
 
 
 class Scheduler:
     """Owns requests, sequences and the KV bookkeeping. Pure Python, used from one thread, never blocks."""
 
     def __init__(
-        self, config: EngineConfig, *, num_blocks: int, swap_blocks: int, block_bytes: int, max_batched_tokens: int
+        self,
+        config: EngineConfig,
+        *,
+        num_blocks: int,
+        swap_blocks: int,
+        block_bytes: int,
+        max_batched_tokens: int,
+        tokens_per_decode: int = 1,
     ) -> None:
+        """`tokens_per_decode`: the most tokens that the runner may return for a row that decodes."""
         self._config = config
         self._policy = PreemptionPolicy(config, block_bytes)
         self.kv = KVManager(
@@ -74,8 +65,18 @@ class Scheduler:
         self._batch = RunningBatch(config.max_running)
         self._in_flight = StepsInFlight()
         self._planner = Planner(
-            config, self.kv, self._waiting, self._batch, self._in_flight, self._policy, max_batched_tokens
+            config,
+            self.kv,
+            self._waiting,
+            self._batch,
+            self._in_flight,
+            self._policy,
+            max_batched_tokens,
+            tokens_per_decode,
         )
+        self._tokens_per_decode = tokens_per_decode
+        self._num_steps = 0
+        self._num_tokens = 0
 
     # Requests
 
@@ -98,6 +99,7 @@ class Scheduler:
                 f"{capacity}; lower max_tokens, or raise num_blocks or kv_cache_memory."
             )
         request.sequences = [Sequence(request, index, array("i", request.prompt)) for index in range(request.params.n)]
+        request.pending_forks = request.sequences[1:]
         self._waiting.push(request.sequences[0])
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -129,16 +131,16 @@ class Scheduler:
         `now` is the time, in seconds on the engine's clock, that newly scheduled requests are stamped with.
         """
         self.kv.fresh.clear()
-        draft = self._planner.draft(now)
-        if not (draft.has_tokens or draft.swap_out or draft.swap_in):
+        builder = self._planner.plan(now)
+        if not (builder.has_tokens or builder.swap_out or builder.swap_in):
             if self._in_flight:
                 return None
-            if draft.preempted:
+            if builder.preempted:
                 return self.plan(now)  # the only sequence made way for itself; now it can come back
             if not self.kv.host.num_pending:
                 return None
             # Nothing to compute but a copy is under way: an empty plan lets the runner wait for it.
-        plan = self._in_flight.start(draft, tuple(self.kv.fresh) if self._config.debug else ())
+        plan = self._in_flight.start(builder, tuple(self.kv.fresh) if self._config.debug else ())
         if self._config.debug:
             self.check()
         return plan
@@ -146,73 +148,89 @@ class Scheduler:
     def commit(self, result: StepResult) -> Committed:
         """Take in the result of the oldest plan in flight."""
         step = self._in_flight.finish(result)
+        if self._config.debug:
+            self._check_result(step.plan, result)
+        self._num_steps += 1
         for transfer_id in result.finished_transfers:
             self.kv.finish_transfer(transfer_id)
-        committed = Committed([], [], [])
-        if result.failures:
-            self._fail(step, result, committed)
-        self._commit_decodes(step.decoding, result.token_ids, committed.advanced)
-        self._commit_chunks(step, result, committed)
+        committed = self._commit_sequences(step, result)
         self._policy.observe(step.plan, result)
         if self._config.debug:
             self.check()
         return committed
 
-    # Committing
-
-    def _commit_decodes(
-        self, decoding: tuple[Sequence, ...], token_ids: SequenceOf[int], advanced: list[tuple[Sequence, int]]
-    ) -> None:
+    def _commit_sequences(self, step: StepInFlight, result: StepResult) -> Committed:
         """The hot loop: once per running sequence and step."""
-        block_size, running, finished = self._config.block_size, Status.RUNNING, Status.FINISHED
-        for index, sequence in enumerate(decoding):
+        block_size, most_tokens = self._config.block_size, self._tokens_per_decode
+        running, finished = Status.RUNNING, Status.FINISHED
+        advanced: list[tuple[Sequence, int, SequenceOf[Logprobs]]] = []
+        failed: list[tuple[Sequence, Exception]] = []
+        chunks: chain[Chunk | None] = chain(repeat(None, len(step.plan.decode_rows)), step.plan.chunks)
+        for sequence, chunk, outcome in zip(step.sequences, chunks, result.sequences, strict=True):
             status = sequence.status
             if status is finished:
                 continue
-            request, token_id, tokens = sequence.request, token_ids[index], sequence.token_ids
-            tokens.append(token_id)
+            _, token_ids, logprobs, prompt_logprobs, failure = outcome
+            request, known, reason = sequence.request, sequence.token_ids, None
+            before = len(known)
+            try:
+                for token_id in token_ids:
+                    known.append(token_id)
+                    if (
+                        token_id in request.stop_token_ids
+                        or len(known) >= request.max_length
+                        or request.recipient is not None
+                    ):
+                        reason = self._reason_to_finish(sequence, token_id)
+                        if reason is not None:
+                            break
+            except Exception as error:  # what becomes of one request's text concerns no other
+                failure = error
+            if failure is not None:
+                self.finish(sequence, "abort")
+                failed.append((sequence, failure))
+                continue
+            num_tokens = num_computed = len(known) - before
+            if num_tokens:
+                advanced.append((sequence, num_tokens, logprobs))
+            if chunk is not None:
+                num_computed = chunk.num_tokens
+                if prompt_logprobs:
+                    # After a preemption some positions are computed again; those have been committed.
+                    reported = request.prompt_logprobs
+                    reported += prompt_logprobs[max(0, len(reported) - chunk.start) :]
+            elif num_tokens != most_tokens:
+                self._take_back(sequence, most_tokens - num_tokens)
             if status is running:
-                sequence.num_computed = computed = sequence.num_computed + 1
-                if computed % block_size == 0:
-                    self.kv.insert(sequence.table, tokens, computed, request.namespace)
-            advanced.append((sequence, index))
-            if token_id in request.stop_token_ids:
-                self.finish(sequence, "stop")
-            elif len(tokens) >= request.max_length:
-                self.finish(sequence, "length")
+                # A decode writes the KV of the latest token known before, and of all that it brings but the last.
+                sequence.num_computed = computed = sequence.num_computed + num_computed
+                if computed % block_size < num_computed:
+                    self.kv.insert(sequence.table, known, computed, request.namespace)
+            if reason is not None:
+                self.finish(sequence, reason)
+        self._num_tokens += sum(num_tokens for _, num_tokens, _ in advanced)
+        return Committed(advanced, failed)
 
-    def _commit_chunks(self, step: StepInFlight, result: StepResult, committed: Committed) -> None:
-        index = len(step.decoding)
-        for sequence, chunk in zip(step.chunked, step.plan.chunks, strict=True):
-            if chunk.prompt_logprobs and sequence.status is not Status.FINISHED:
-                request = sequence.request
-                # After a preemption some positions are computed again; those have been reported.
-                entries = result.prompt_logprobs[chunk.row][max(0, request.num_prompt_logprobs - chunk.start) :]
-                request.num_prompt_logprobs += len(entries)
-                committed.prompt_logprobs.append((request, entries))
-            if sequence.status is Status.RUNNING:
-                sequence.num_computed = chunk.start + chunk.num_tokens
-                self.kv.insert(sequence.table, sequence.token_ids, sequence.num_computed, sequence.request.namespace)
-            if chunk.samples:
-                if sequence.status is not Status.FINISHED:
-                    self._append(sequence, result.token_ids[index])
-                    committed.advanced.append((sequence, index))
-                index += 1
+    @staticmethod
+    def _reason_to_finish(sequence: Sequence, token_id: int) -> FinishReason | None:
+        """Whether a sequence ends with the token that was added last; its text goes on if it does not end by the id."""
+        request = sequence.request
+        if token_id in request.stop_token_ids:
+            sequence.stop_reason = token_id
+            return "stop"
+        if request.recipient is not None:
+            sequence.stop_reason = request.recipient.add_text(sequence.index, token_id)
+            if sequence.stop_reason is not None:
+                return "stop"
+        return "length" if len(sequence.token_ids) >= request.max_length else None
 
-    def _append(self, sequence: Sequence, token_id: int) -> None:
-        sequence.token_ids.append(token_id)
-        if token_id in sequence.request.stop_token_ids:
-            self.finish(sequence, "stop")
-        elif len(sequence.token_ids) >= sequence.request.max_length:
-            self.finish(sequence, "length")
-
-    def _fail(self, step: StepInFlight, result: StepResult, committed: Committed) -> None:
-        sequences = dict(zip(step.plan.decode_rows, step.decoding, strict=True))
-        sequences |= dict(zip((chunk.row for chunk in step.plan.chunks), step.chunked, strict=True))
-        for row, error in result.failures.items():
-            if sequences[row].status is not Status.FINISHED:
-                self.finish(sequences[row], "abort")
-                committed.failed.append((sequences[row], error))
+    def _take_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """A decode brought fewer tokens than it was planned to bring at most."""
+        if sequence.status is Status.RUNNING or sequence.table.host_blocks:
+            sequence.num_scheduled -= num_tokens
+        if sequence in self._batch.in_last_step and sequence.num_scheduled < sequence.request.max_length - 1:
+            self._batch.start_decoding(sequence)
+            sequence.check_at = sequence.num_scheduled
 
     # Reporting
 
@@ -232,18 +250,26 @@ class Scheduler:
         anything = self._batch.sequences or self._in_flight or self.kv.host.num_pending
         return bool(anything) or self._waiting.first() is not None
 
-    def stats(self) -> SchedulerStats:
-        """Counts, now."""
-        return SchedulerStats(
+    def stats(self) -> EngineStats:
+        """Counts since the start, and the queues as they are now."""
+        return EngineStats(
             waiting=self.num_waiting,
-            running=self.num_running,
-            preemptions_by_swap=self._planner.num_swaps,
-            preemptions_by_recompute=self._planner.num_recomputes,
-            prompt_tokens=self._planner.prompt_tokens,
-            cached_tokens=self._planner.cached_tokens,
+            running=len(self._batch),
             blocks=self.kv.pool.counts(),
             host_blocks=self.kv.host.pool.counts(),
+            prefix_cache_queries=self._planner.prefix_cache_queries,
+            prefix_cache_hits=self._planner.prefix_cache_hits,
+            preemptions_by_swap=self._planner.preemptions_by_swap,
+            preemptions_by_recompute=self._planner.preemptions_by_recompute,
+            steps=self._num_steps,
+            generated_tokens=self._num_tokens,
         )
+
+    @staticmethod
+    def _check_result(plan: StepPlan, result: StepResult) -> None:
+        """Assert that the results are those of the plan's rows, in its order (debug mode)."""
+        rows = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
+        assert [each.row for each in result.sequences] == rows, "the result has other rows than the plan"
 
     def check(self) -> None:
         """Assert the invariants of the design (debug mode)."""
@@ -253,5 +279,6 @@ class Scheduler:
         block_size = self._config.block_size
         for sequence in self._batch.sequences:
             table = sequence.table
-            assert sequence.num_computed <= sequence.num_scheduled <= len(table.blocks) * block_size
-            assert len(table.nodes) * block_size <= sequence.num_computed, "a block was published before its commit"
+            written = min(sequence.num_scheduled, sequence.request.max_length - 1)
+            assert sequence.num_computed <= written <= len(table.blocks) * block_size
+            assert len(table.nodes) * block_size <= sequence.num_computed, "a block was inserted before its commit"

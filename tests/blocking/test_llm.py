@@ -220,7 +220,7 @@ def collect(request: pytest.FixtureRequest) -> Iterator[Callable[[LLM], Callable
     def prepare(llm: LLM) -> Callable[[], None]:
         threads = llm._engine._threads
         assert threads is not None
-        workers = {"minipaged-steps": threads.steps, "minipaged-text": threads.text}
+        workers = {"minipaged-steps": threads.step_worker, "minipaged-text": threads.text_worker}
         if request.param == "main":
             return collect_garbage
         if request.param == "minipaged-llm":

@@ -22,7 +22,7 @@ from minipaged import (
     TokenStream,
 )
 from minipaged.models.llama import Llama
-from minipaged.ops.base import Array, Batch, Weight
+from minipaged.ops.base import Array, Batch, KVPool, Weight
 from minipaged.scheduling.scheduler import Scheduler
 from tests.conftest import RunAsync
 from tests.engine.engines import gated_engine, tiny_engine, until
@@ -71,7 +71,7 @@ def test_logits_callback_fails_its_request_alone(run: RunAsync, tiny_model: Path
 def test_forward_that_fails_for_one_request(run: RunAsync, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Llama.forward
 
-    def failing(self: Llama[Array, Weight], batch: Batch[Array], cache: Array) -> Array:
+    def failing(self: Llama[Array, Weight], batch: Batch[Array], cache: KVPool[Array]) -> Array:
         if BAD_TOKEN in np.asarray(batch.token_ids):
             raise ArithmeticError("in the forward pass")
         return forward(self, batch, cache)

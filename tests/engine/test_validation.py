@@ -211,24 +211,26 @@ MODEL = ModelConfig(
 BLOCK = 16 * 2 * 3 * 2 * 16 * 4
 """Bytes: 16 tokens x (K, V) x 3 layers x 2 KV heads x head_dim 16 x float32."""
 GIB = 2**30
+LAYOUT = MODEL.kv_layout(16, "float32")
 
 
 def test_kv_budget_is_exact() -> None:
     for memory, num_blocks in ((BLOCK, 1), (10 * BLOCK - 1, 9), (10 * BLOCK, 10), (10 * BLOCK + 1, 10)):
-        capacity = plan_capacity(EngineConfig(kv_cache_memory=memory), MODEL, "float32", GIB, 512)
+        capacity = plan_capacity(EngineConfig(kv_cache_memory=memory), MODEL, LAYOUT, GIB, 512)
         assert (capacity.num_blocks, capacity.block_bytes) == (num_blocks, BLOCK)
         assert capacity.max_model_len == min(512, num_blocks * 16)
-    assert plan_capacity(EngineConfig(kv_cache_memory=BLOCK), MODEL, "bfloat16", GIB, 512).num_blocks == 2
-    assert plan_capacity(EngineConfig(swap_memory=5 * BLOCK + 7), MODEL, "float32", GIB, 512).swap_blocks == 5
-    assert plan_capacity(EngineConfig(swap_blocks=3), MODEL, "float32", GIB, 512).swap_blocks == 3
+    halved = MODEL.kv_layout(16, "bfloat16")
+    assert plan_capacity(EngineConfig(kv_cache_memory=BLOCK), MODEL, halved, GIB, 512).num_blocks == 2
+    assert plan_capacity(EngineConfig(swap_memory=5 * BLOCK + 7), MODEL, LAYOUT, GIB, 512).swap_blocks == 5
+    assert plan_capacity(EngineConfig(swap_blocks=3), MODEL, LAYOUT, GIB, 512).swap_blocks == 3
 
 
 def test_default_kv_budget() -> None:
     """What the device has for it, or what `max_running` sequences can need if that is less."""
-    assert plan_capacity(EngineConfig(), MODEL, "float32", 7 * BLOCK + 1, 512).num_blocks == 7
-    assert plan_capacity(EngineConfig(), MODEL, "float32", GIB, 512).num_blocks == min(GIB // BLOCK, 256 * 32)
-    assert plan_capacity(EngineConfig(max_running=2), MODEL, "float32", GIB, 512).num_blocks == 2 * 32
-    assert plan_capacity(EngineConfig(max_running=2, max_model_len=100), MODEL, "float32", GIB, 512).num_blocks == 2 * 7
+    assert plan_capacity(EngineConfig(), MODEL, LAYOUT, 7 * BLOCK + 1, 512).num_blocks == 7
+    assert plan_capacity(EngineConfig(), MODEL, LAYOUT, GIB, 512).num_blocks == min(GIB // BLOCK, 256 * 32)
+    assert plan_capacity(EngineConfig(max_running=2), MODEL, LAYOUT, GIB, 512).num_blocks == 2 * 32
+    assert plan_capacity(EngineConfig(max_running=2, max_model_len=100), MODEL, LAYOUT, GIB, 512).num_blocks == 2 * 7
 
 
 def test_default_size_of_a_step() -> None:
@@ -239,19 +241,19 @@ def test_default_size_of_a_step() -> None:
         (EngineConfig(max_batched_tokens=256), 256),
         (EngineConfig(max_batched_tokens=900), 900),
     ):
-        assert plan_capacity(config, MODEL, "float32", GIB, 300).max_batched_tokens == expected
+        assert plan_capacity(config, MODEL, LAYOUT, GIB, 300).max_batched_tokens == expected
 
 
 def test_budgets_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match=f"kv_cache_memory is {BLOCK - 1} bytes.*{BLOCK}"):
-        plan_capacity(EngineConfig(kv_cache_memory=BLOCK - 1), MODEL, "float32", GIB, 512)
+        plan_capacity(EngineConfig(kv_cache_memory=BLOCK - 1), MODEL, LAYOUT, GIB, 512)
     with pytest.raises(ConfigError, match="swap_memory is 1 bytes"):
-        plan_capacity(EngineConfig(swap_memory=1), MODEL, "float32", GIB, 512)
+        plan_capacity(EngineConfig(swap_memory=1), MODEL, LAYOUT, GIB, 512)
     with pytest.raises(ConfigError, match=r"max_model_len is 600.*512"):
-        plan_capacity(EngineConfig(max_model_len=600), MODEL, "float32", GIB, 512)
+        plan_capacity(EngineConfig(max_model_len=600), MODEL, LAYOUT, GIB, 512)
     with pytest.raises(ConfigError, match=f"max_model_len is 65 .*4 KV blocks.*num_blocks >= 5.*{5 * BLOCK} bytes"):
-        plan_capacity(EngineConfig(max_model_len=65, num_blocks=4), MODEL, "float32", GIB, 512)
-    assert plan_capacity(EngineConfig(max_model_len=64, num_blocks=4), MODEL, "float32", GIB, 512).max_model_len == 64
+        plan_capacity(EngineConfig(max_model_len=65, num_blocks=4), MODEL, LAYOUT, GIB, 512)
+    assert plan_capacity(EngineConfig(max_model_len=64, num_blocks=4), MODEL, LAYOUT, GIB, 512).max_model_len == 64
 
 
 def test_sampling_edges_that_equal_greedy(run: RunAsync, tiny_model: Path) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from minipaged.ops.base import Batch, CacheShape
+from minipaged.kv.layout import KVLayout, Plane
+from minipaged.ops.base import Batch, KVPool
+from minipaged.ops.reference.numpy_ops import plane_elements
 from minipaged.ops.reference.ops import ReferenceOps
 
 Array = NDArray[np.generic]
@@ -42,13 +44,13 @@ class HistoryModel:
         self.num_tokens: list[int] = []
         self.before_forward: Callable[[], None] = lambda: None
 
-    def forward(self, batch: Batch[Array], cache: Array) -> Array:
+    def forward(self, batch: Batch[Array], cache: KVPool[Array]) -> Array:
         """[T, max_model_len + 1]: the token ids from position 0 and how many they are."""
         self.num_forwards += 1
         self.num_tokens.append(len(batch.token_ids))
         self.before_forward()
-        block_size = cache.shape[4]
-        kv = cache.reshape(-1, block_size)
+        block_size, [plane] = cache.layout.block_size, cache.layout.planes
+        kv = plane_elements(cache, 0, plane)[:, 0, :, 0]
         block, offset = np.divmod(batch.slots.astype(np.int64), block_size)
         kv[block, offset] = batch.token_ids.astype(np.float32)
         width = batch.block_tables.shape[1] * block_size
@@ -57,7 +59,7 @@ class HistoryModel:
         for row, start, end in zip(batch.rows.tolist(), starts, starts[1:], strict=False):
             history = kv[batch.block_tables[row].astype(np.int64)].reshape(-1)
             for token in range(start, end):
-                length = int(batch.positions[token].item()) + 1
+                length = int(batch.kv_extents[token].item())
                 hidden[token, :length] = history[:length].astype(np.float32)
                 hidden[token, -1] = length
         if (hidden[:, :-1] == RAISES).any():
@@ -74,11 +76,11 @@ class HistoryModel:
         return np.array(rows, np.float32).reshape(-1, VOCAB)
 
 
-def history_cache(ops: ReferenceOps, *, num_blocks: int, block_size: int) -> tuple[Array, NDArray[np.uint8]]:
-    """Device pool, and host pool of the same size."""
-    shape = CacheShape(num_blocks=num_blocks, num_layers=1, num_kv_heads=1, block_size=block_size, head_dim=1)
-    device = ops.allocate_cache(shape, "float32")[:, :, :1]
-    return np.ascontiguousarray(device), ops.allocate_host_cache(shape, "float32")[:, : 4 * block_size]
+def history_cache(ops: ReferenceOps, *, num_blocks: int, block_size: int) -> tuple[KVPool[Array], NDArray[np.uint8]]:
+    """Device pool, and host pool of the same size: a single plane with one number for each token."""
+    plane = Plane(num_heads=1, width=1, element_type="float32", scale_bytes=0, offset=0, head_stride=4 * block_size)
+    layout = KVLayout(num_layers=1, block_size=block_size, planes=(plane,))
+    return ops.allocate_cache(layout, num_blocks), ops.allocate_host_cache(layout, num_blocks)
 
 
 def _nan() -> NDArray[np.float32]:

@@ -12,14 +12,14 @@ from minipaged.errors import RequestFailedError
 from minipaged.execution.sampling import SamplingState
 from minipaged.ops.base import HostArray, Penalties
 from minipaged.params import SamplingParams
-from minipaged.step import Admission
+from minipaged.step import Admission, Fork
 
 VOCAB = 12
 EOS = (2, 3)
 
 
 def state_of(*admissions: Admission) -> SamplingState[HostArray]:
-    state: SamplingState[HostArray] = SamplingState(list, max_running=8, vocab_size=VOCAB, eos_token_ids=EOS)
+    state: SamplingState[HostArray] = SamplingState(list, max_running=8, vocab_size=VOCAB)
     for admission in admissions:
         state.admit(admission)
     return state
@@ -37,6 +37,7 @@ def admission(
         params=params,
         seed=seed,
         sample_index=0,
+        stop_token_ids=frozenset(params.stop_token_ids).union(() if params.ignore_eos else EOS),
     )
 
 
@@ -49,7 +50,7 @@ def uint32(*values: int) -> NDArray[np.uint32]:
 
 
 def penalties_of(state: SamplingState[HostArray], *rows: int) -> Penalties[HostArray] | None:
-    return state.adjustments(int32(*rows), int32(*([1] * len(rows))))[0]
+    return state.adjustments(state.select(int32(*rows)), int32(*([1] * len(rows))))[0]
 
 
 def test_a_batch_holds_the_settings_of_its_rows_in_their_order() -> None:
@@ -57,7 +58,7 @@ def test_a_batch_holds_the_settings_of_its_rows_in_their_order() -> None:
         admission(4, SamplingParams(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, logprobs=2), seed=2**64 - 1),
         admission(1, SamplingParams(temperature=0), seed=7),
     )
-    batch = state.batch(int32(1, 4), uint32(10, 20))
+    batch = state.batch(state.select(int32(1, 4)), uint32(10, 20))
     assert batch.temperature.tolist() == [0, 0.5]
     assert batch.top_k.tolist() == [VOCAB, 3]
     assert batch.top_p.tolist() == [1, 0.25]
@@ -66,25 +67,59 @@ def test_a_batch_holds_the_settings_of_its_rows_in_their_order() -> None:
     assert batch.positions.tolist() == [10, 20]
     assert batch.num_logprobs == 2
     assert not batch.all_greedy
-    assert state.batch(int32(1), uint32(10)).all_greedy
-    assert state.batch(int32(1), uint32(10)).num_logprobs == -1
+    assert state.batch(state.select(int32(1)), uint32(10)).all_greedy
+    assert state.batch(state.select(int32(1)), uint32(10)).num_logprobs == -1
 
 
 @pytest.mark.parametrize("top_k", [0, -1, VOCAB, VOCAB + 1, 2**40])
 def test_top_k_without_a_limit(top_k: int) -> None:
     state = state_of(admission(0, SamplingParams(top_k=top_k)))
-    assert state.batch(int32(0), uint32(1)).top_k.tolist() == [VOCAB]
+    assert state.batch(state.select(int32(0)), uint32(1)).top_k.tolist() == [VOCAB]
 
 
 def test_the_same_rows_with_another_sequence_in_one() -> None:
     rows = int32(0, 1)
     state = state_of(admission(0, SamplingParams(temperature=1)), admission(1, SamplingParams(presence_penalty=1)))
-    assert state.batch(rows, uint32(1, 1)).temperature.tolist() == [1, 1]
+    assert state.batch(state.select(rows, 5), uint32(1, 1)).temperature.tolist() == [1, 1]
     assert penalties_of(state, 0, 1) is not None
     state.admit(admission(1, SamplingParams(temperature=0.5)))
-    assert state.batch(rows, uint32(2, 3)).temperature.tolist() == [1, 0.5]
-    assert state.batch(rows, uint32(2, 3)).positions.tolist() == [2, 3]
+    assert state.batch(state.select(rows, 5), uint32(2, 3)).temperature.tolist() == [1, 0.5]
+    assert state.batch(state.select(rows, 5), uint32(2, 3)).positions.tolist() == [2, 3]
     assert penalties_of(state, 0, 1) is None
+
+
+def test_settings_of_the_same_version_are_uploaded_once() -> None:
+    uploads: list[Sequence[HostArray]] = []
+
+    def upload(arrays: Sequence[HostArray]) -> list[HostArray]:
+        uploads.append(arrays)
+        return list(arrays)
+
+    state: SamplingState[HostArray] = SamplingState(upload, max_running=8, vocab_size=VOCAB)
+    state.admit(admission(0, SamplingParams()))
+    state.admit(admission(1, SamplingParams()))
+    for version, expected in ((1, 1), (1, 1), (2, 2), (None, 3), (None, 4), (2, 5)):
+        state.select(int32(0, 1), version)
+        assert len(uploads) == expected
+    state.fork([Fork(0, 1)])
+    state.select(int32(0, 1), 2)
+    assert len(uploads) == 6
+
+
+def test_a_fork_counts_its_own_token_in_place_of_the_latest() -> None:
+    state = state_of(admission(0, SamplingParams(frequency_penalty=1), prompt=[1, 2]))
+    state.append(int32(0), int32(7))
+    state.append(int32(0), int32(8))
+    state.fork([Fork(0, 1, 9), Fork(0, 2, 7), Fork(0, 3)])
+    state.append(int32(2), int32(2))
+    penalties = penalties_of(state, 0, 1, 2, 3)
+    assert penalties is not None
+    assert entries(penalties) == [
+        {1: 0, 2: 0, 7: 1, 8: 1},
+        {1: 0, 2: 0, 7: 1, 9: 1},
+        {1: 0, 2: 1, 7: 2},
+        {1: 0, 2: 0, 7: 1, 8: 1},
+    ]
 
 
 def entries(penalties: Penalties[HostArray]) -> list[dict[int, int]]:
@@ -137,7 +172,7 @@ def test_penalties_of_several_rows_follow_each_other() -> None:
 def biases(
     state: SamplingState[HostArray], rows: Sequence[int], positions: Sequence[int]
 ) -> set[tuple[int, int, float]]:
-    _, bias = state.adjustments(int32(*rows), int32(*positions))
+    _, bias = state.adjustments(state.select(int32(*rows)), int32(*positions))
     if bias is None:
         return set()
     return set(zip(bias.rows.tolist(), bias.token_ids.tolist(), bias.values.tolist(), strict=True))
@@ -186,7 +221,7 @@ def test_a_callback_sees_all_tokens_and_its_result_is_used() -> None:
         return logits
 
     state = state_of(admission(5, SamplingParams(logits_callback=callback), prompt=[1, 2], output=[3]))
-    assert state.with_callback(int32(4, 5)).tolist() == [1]
+    assert state.select(int32(4, 5)).with_callback.tolist() == [1]
     assert state.call_back(5, zeros())[3] == 8
     state.append(int32(5), int32(3))
     state.call_back(5, zeros())

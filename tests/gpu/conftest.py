@@ -20,9 +20,6 @@ def no_gpu() -> None:
 class RealGpu:
     """What tests ask of the fake one."""
 
-    deferred = False
-    """Nobody knows when it does what it was asked for."""
-
     def is_pinned(self, address: int) -> bool:
         """CUDA would have refused to allocate it otherwise."""
         return True

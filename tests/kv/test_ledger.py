@@ -6,20 +6,6 @@ import pytest
 
 from minipaged.kv import ledger
 
-KIB, GIB = 2**10, 2**30
-
-
-def test_llama_7b_takes_512_kib_per_token_in_float16() -> None:
-    assert ledger.bytes_per_token(32, 32, 128, "float16") == 512 * KIB
-    assert ledger.block_bytes(16, 512 * KIB) == 8 * 2**20
-
-
-def test_llama_3_8b_with_8_kv_heads_takes_a_quarter_of_mha() -> None:
-    grouped = ledger.bytes_per_token(32, 8, 128, "float16")
-    assert grouped == 128 * KIB
-    assert 4 * grouped == ledger.bytes_per_token(32, 32, 128, "float16")
-    assert 4096 * grouped == GIB // 2
-
 
 def test_66_gb_hold_about_8400_blocks_of_llama_7b() -> None:
     assert ledger.blocks_in_budget(66 * 10**9, 8 * 2**20) == 7867  # the article rounds 8 MiB to 8 MB: 8250

@@ -81,7 +81,7 @@ class KVMachine(RuleBasedStateMachine):
                 holder.table.blocks.append(self.kv.allocate())
             holder.tokens.append(rng.randrange(2))
         column = holder.written // BLOCK
-        if not self.kv.is_writable(holder.table.blocks[column], 0):
+        if not self.kv.is_writable(holder.table.blocks[column]):
             if not self.kv.can_allocate(1):
                 return
             source, destination = self.kv.make_writable(holder.table, column)
@@ -170,3 +170,17 @@ class KVMachine(RuleBasedStateMachine):
 
 KVMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
 TestKVManager = KVMachine.TestCase
+
+
+def test_released_blocks_are_evicted_from_the_end_of_the_sequence() -> None:
+    """A parent outlives its children: of a beginning that is half evicted, the first half is still found."""
+    kv = KVManager(num_blocks=4, swap_blocks=0, block_size=BLOCK, prefix_caching=True)
+    table, tokens = BlockTable(), array("i", range(4 * BLOCK))
+    assert kv.open_table(table, tokens, "", reuse=True, headroom=0) == 0
+    kv.insert(table, tokens, len(tokens), "")
+    kv.release(table)
+    for num_cached in (3, 2, 1, 0):
+        other = BlockTable()
+        kv.open_table(other, array("i", [99] * (BLOCK * (4 - num_cached))), "", reuse=False, headroom=0)
+        assert kv.num_cached(array("i", [*tokens, 0]), "") == num_cached * BLOCK
+        kv.release(other)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from minipaged.models.config import ModelConfig
 from minipaged.models.files.model_source import open_model
 from minipaged.models.llama import Llama, load_llama
-from minipaged.ops.base import CacheShape
+from minipaged.ops.base import KVPool
 from minipaged.ops.reference.numpy_ops import Array
 from minipaged.ops.reference.ops import Matrix, ReferenceOps
 from tests.batches import TokenSpan, make_batch, shuffled_tables
@@ -40,23 +40,20 @@ class Loaded:
         source = open_model(path)
         return cls(ops, source.config, load_llama(source.checkpoint, source.config, ops, MAX_MODEL_LEN))
 
-    def new_cache(self, num_blocks: int, block_size: int) -> Array:
-        shape = CacheShape(
-            num_blocks, self.config.num_layers, self.config.num_kv_heads, block_size, self.config.head_dim
-        )
-        cache = self.ops.allocate_cache(shape, "float32")
+    def new_cache(self, num_blocks: int, block_size: int) -> KVPool[Array]:
+        cache = self.ops.allocate_cache(self.config.kv_layout(block_size, "float32"), num_blocks)
         self.ops.fill_blocks(cache, range(num_blocks), np.nan)
         return cache
 
     def step(
         self,
-        cache: Array,
+        cache: KVPool[Array],
         tables: NDArray[np.int32],
         spans: Sequence[TokenSpan],
         sampled: Sequence[int],
     ) -> NDArray[np.float32]:
         """Logits [len(sampled), vocab_size]."""
-        batch = make_batch(self.ops, spans, tables, cache.shape[4], sampled)
+        batch = make_batch(self.ops, spans, tables, cache.layout.block_size, sampled)
         return self.ops.download(self.llama.logits(self.llama.forward(batch, cache), batch))
 
     def prefill(self, token_ids: Sequence[int]) -> NDArray[np.float32]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from minipaged.ops.base import CacheShape
+from minipaged.kv.layout import ElementType, KVLayout, grouped_query_layout
+from minipaged.ops.base import KVPool
 from minipaged.ops.cpu.ops import CpuOps
 from minipaged.ops.reference.numpy_ops import Array
 from minipaged.ops.reference.ops import ReferenceOps
@@ -24,7 +25,7 @@ THETA = 100.0
 REFERENCE = ReferenceOps()
 """Makes the batches, which are the same NumPy arrays for every backend here."""
 
-KV_DTYPES = ["float32", "float16", "bfloat16"]
+KV_DTYPES: list[ElementType] = ["float32", "float16", "bfloat16"]
 
 HostOps = ReferenceOps | CpuOps
 
@@ -45,9 +46,8 @@ class Case:
     def head_dim(self) -> int:
         return 2 * self.half
 
-    @property
-    def shape(self) -> CacheShape:
-        return CacheShape(NUM_BLOCKS, NUM_LAYERS, self.num_kv_heads, self.block_size, self.head_dim)
+    def layout(self, element_type: ElementType) -> KVLayout:
+        return layout_of(self.num_kv_heads, self.block_size, self.head_dim, element_type)
 
     @property
     def num_query_heads(self) -> int:
@@ -94,32 +94,62 @@ class SlotOrder:
     key_cells: NDArray[np.int64]
     value_cells: NDArray[np.int64]
 
-    def by_slot(self, cache: Array) -> tuple[Array, Array]:
+    def by_slot(self, cache: KVPool[Array]) -> tuple[Array, Array]:
         """Copies of K and V [num_blocks, num_layers, num_kv_heads, block_size, head_dim]."""
-        flat = cache.reshape(*cache.shape[:4], -1)
+        flat = elements(cache)
+        flat = flat.reshape(*flat.shape[:4], -1)
         return flat[:, :, 0][..., self.key_cells], flat[:, :, 1][..., self.value_cells]
 
-    def write(self, cache: Array, block: int, slot: int, keys: Array, values: Array) -> None:
+    def write(self, cache: KVPool[Array], block: int, slot: int, keys: Array, values: Array) -> None:
         """Keys and values [num_kv_heads, head_dim] of layer LAYER."""
-        flat = cache.reshape(*cache.shape[:4], -1)
-        assert np.shares_memory(flat, cache)
+        flat = elements(cache)
+        flat = flat.reshape(*flat.shape[:4], -1)
+        assert np.shares_memory(flat, cache.data)
         flat[block, LAYER, 0][:, self.key_cells[slot]] = keys
         flat[block, LAYER, 1][:, self.value_cells[slot]] = values
 
 
-def slot_order(ops: HostOps, cache: Array) -> SlotOrder:
+def layout_of(num_kv_heads: int, block_size: int, head_dim: int, element_type: ElementType) -> KVLayout:
+    return grouped_query_layout(
+        num_layers=NUM_LAYERS,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        element_type=element_type,
+    )
+
+
+def elements(cache: KVPool[Array]) -> Array:
+    """The pool's own memory as [num_blocks, num_layers, K and V, num_kv_heads, block_size, head_dim]."""
+    layout = cache.layout
+    shape = (layout.num_layers, 2, layout.keys.num_heads, layout.block_size, layout.keys.width)
+    return cache.data.view(dtype_of(layout)).reshape(-1, *shape)
+
+
+def dtype_of(layout: KVLayout) -> np.dtype[np.generic]:
+    name = layout.keys.element_type
+    dtype: np.dtype[np.generic] = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    return dtype
+
+
+def slot_order(ops: HostOps, cache: KVPool[Array]) -> SlotOrder:
     """The CPU's keys are transposed; its bfloat16 has pairs: of elements in K, of slots in V (cpu/rows.h)."""
-    size, dim = cache.shape[4:]
+    size, dim = cache.layout.block_size, cache.layout.keys.width
     cells = np.arange(size * dim)
     if isinstance(ops, ReferenceOps):
         return SlotOrder(cells.reshape(size, dim), cells.reshape(size, dim))
-    if cache.dtype != ml_dtypes.bfloat16:
+    if cache.layout.keys.element_type != "bfloat16":
         return SlotOrder(cells.reshape(dim, size).T, cells.reshape(size, dim))
     keys = cells.reshape(dim // 2, size, 2).transpose(1, 0, 2).reshape(size, dim)
     paired = size // 2 * 2
     pairs, alone = cells[: paired * dim], cells[paired * dim :].reshape(-1, dim)
     values = np.concatenate([pairs.reshape(size // 2, dim, 2).transpose(0, 2, 1).reshape(paired, dim), alone])
     return SlotOrder(keys, values)
+
+
+def fill_at_random(cache: KVPool[Array], generator: np.random.Generator) -> None:
+    every = elements(cache)
+    every[...] = generator.standard_normal(every.shape).astype(every.dtype)
 
 
 def make_tables(case: Case, generator: np.random.Generator) -> NDArray[np.int32]:
@@ -134,24 +164,26 @@ def make_tables(case: Case, generator: np.random.Generator) -> NDArray[np.int32]
     poisoned=st.sampled_from(["nothing", "last token", "first block"]),
 )
 def test_attention_is_dense_causal_softmax(
-    host_ops: HostOps, case: Case, window: int | None, dtype: str, poisoned: str
+    host_ops: HostOps, case: Case, window: int | None, dtype: ElementType, poisoned: str
 ) -> None:
     """Every slot that no token of the step may read holds NaN. NaN in what a token does read comes out."""
     generator = np.random.default_rng(case.seed)
     tables = make_tables(case, generator)
-    cache = host_ops.allocate_cache(case.shape, dtype)
+    cache = host_ops.allocate_cache(case.layout(dtype), NUM_BLOCKS)
     host_ops.fill_blocks(cache, range(NUM_BLOCKS), np.nan)
     order = slot_order(host_ops, cache)
     query = generator.standard_normal((case.num_tokens, case.num_query_heads, case.head_dim), dtype=np.float32)
     if dtype == "bfloat16":
-        query = query.astype(cache.dtype).astype(np.float32)  # as it is multiplied
+        query = query.astype(dtype_of(cache.layout)).astype(np.float32)  # as it is multiplied
     scale = 0.7 / case.half**0.5
 
     expected: list[NDArray[np.float64]] = []
     for span in case.spans:
         length = span.start + len(span.token_ids)
         first_read = 0 if window is None else max(0, span.start + 1 - window)
-        keys, values = generator.standard_normal((2, length, case.num_kv_heads, case.head_dim)).astype(cache.dtype)
+        keys, values = generator.standard_normal((2, length, case.num_kv_heads, case.head_dim)).astype(
+            dtype_of(cache.layout)
+        )
         if poisoned != "nothing":
             where = slice(-1, None) if poisoned == "last token" else slice(first_read, first_read + case.block_size)
             keys[where], values[where] = np.nan, np.nan
@@ -179,13 +211,13 @@ def test_attention_is_dense_causal_softmax(
 
 @given(case=cases(), has_norms=st.booleans(), dtype=st.sampled_from(KV_DTYPES))
 def test_rope_and_cache_rotates_and_writes_exactly_its_slots(
-    host_ops: HostOps, case: Case, has_norms: bool, dtype: str
+    host_ops: HostOps, case: Case, has_norms: bool, dtype: ElementType
 ) -> None:
     generator = np.random.default_rng(case.seed)
     tables = make_tables(case, generator)
-    cache = host_ops.allocate_cache(case.shape, dtype)
-    cache[:] = generator.standard_normal(cache.shape).astype(cache.dtype)
-    before = cache.copy()
+    cache = host_ops.allocate_cache(case.layout(dtype), NUM_BLOCKS)
+    fill_at_random(cache, generator)
+    before = replace(cache, data=cache.data.copy())
 
     frequencies = THETA ** (-np.arange(case.half) / case.half)
     angles = np.outer(np.arange(100), frequencies)
@@ -241,14 +273,14 @@ def test_rope_and_cache_rotates_and_writes_exactly_its_slots(
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
-def test_blocks_travel_to_the_host_and_back_bit_for_bit(host_ops: HostOps, dtype: str) -> None:
-    shape = CacheShape(num_blocks=5, num_layers=2, num_kv_heads=3, block_size=4, head_dim=6)
-    cache = host_ops.allocate_cache(shape, dtype)
-    host = host_ops.allocate_host_cache(shape, dtype)
-    assert host.shape == (5, cache[0].nbytes)
+def test_blocks_travel_to_the_host_and_back_bit_for_bit(host_ops: HostOps, dtype: ElementType) -> None:
+    layout = layout_of(num_kv_heads=3, block_size=4, head_dim=6, element_type=dtype)
+    cache = host_ops.allocate_cache(layout, 5)
+    host = host_ops.allocate_host_cache(layout, 5)
+    assert host.shape == (5, elements(cache)[0].nbytes)
     generator = np.random.default_rng(0)
     raw = generator.integers(256, size=host.shape, dtype=np.uint8)  # NaN payloads among them
-    cache.reshape(5, -1).view(np.uint8)[:] = raw
+    elements(cache).reshape(5, -1).view(np.uint8)[:] = raw
 
     pending = host_ops.blocks_to_host(cache, host, [(0, 3), (4, 1)])
     pending.wait()
@@ -261,35 +293,34 @@ def test_blocks_travel_to_the_host_and_back_bit_for_bit(host_ops: HostOps, dtype
     pending = host_ops.blocks_from_host(host, cache, [(3, 2), (1, 0)])
     pending.wait()
     assert pending.done()
-    assert cache[2].tobytes() == raw[0].tobytes()
-    assert cache[0].tobytes() == raw[4].tobytes()
-    assert (cache[[1, 3, 4]].astype(np.float32) == 1).all()
+    assert elements(cache)[2].tobytes() == raw[0].tobytes()
+    assert elements(cache)[0].tobytes() == raw[4].tobytes()
+    assert (elements(cache)[[1, 3, 4]].astype(np.float32) == 1).all()
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
-def test_copying_and_filling_blocks_touches_no_others(host_ops: HostOps, dtype: str) -> None:
-    cache = host_ops.allocate_cache(CacheShape(6, 1, 1, 2, 2), dtype)
+def test_copying_and_filling_blocks_touches_no_others(host_ops: HostOps, dtype: ElementType) -> None:
+    cache = host_ops.allocate_cache(layout_of(1, 2, 2, dtype), 6)
     for block in range(6):
         host_ops.fill_blocks(cache, [block], float(block))
     host_ops.copy_blocks(cache, [(1, 4), (0, 2), (1, 5)])
     host_ops.fill_blocks(cache, [3], np.nan)
-    assert np.isnan(cache[3].astype(np.float32)).all()
-    values = [np.unique(cache[block].astype(np.float32)).tolist() for block in (0, 1, 2, 4, 5)]
+    assert np.isnan(elements(cache)[3].astype(np.float32)).all()
+    values = [np.unique(elements(cache)[block].astype(np.float32)).tolist() for block in (0, 1, 2, 4, 5)]
     assert values == [[0], [1], [0], [1], [1]]
     host_ops.copy_blocks(cache, [])
     host_ops.fill_blocks(cache, [], 9.0)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "dtype"), [(2, "float32"), (9, "float16"), (16, "bfloat16")])
-def test_many_sequences_are_each_as_alone(cpu: CpuOps, num_kv_heads: int, dtype: str) -> None:
+def test_many_sequences_are_each_as_alone(cpu: CpuOps, num_kv_heads: int, dtype: ElementType) -> None:
     """To the last bit. Among many, a thread takes several KV heads at a time."""
     generator = np.random.default_rng(num_kv_heads)
     lengths = generator.integers(1, 150, 30).tolist()
     block_size, head_dim = 16, 20
     tables = shuffled_tables(generator, lengths, block_size, num_blocks=10 * len(lengths))
-    shape = CacheShape(10 * len(lengths), NUM_LAYERS, num_kv_heads, block_size, head_dim)
-    cache = cpu.allocate_cache(shape, dtype)
-    cache[:] = generator.standard_normal(cache.shape).astype(cache.dtype)
+    cache = cpu.allocate_cache(layout_of(num_kv_heads, block_size, head_dim, dtype), 10 * len(lengths))
+    fill_at_random(cache, generator)
     query = generator.standard_normal((len(lengths), 2 * num_kv_heads, head_dim), dtype=np.float32)
     spans = [TokenSpan(row, length - 1, [0]) for row, length in enumerate(lengths)]
     together = cpu.paged_attention(
@@ -302,7 +333,7 @@ def test_many_sequences_are_each_as_alone(cpu: CpuOps, num_kv_heads: int, dtype:
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
-def test_what_is_cached_is_rounded_to_nearest(host_ops: HostOps, dtype: str) -> None:
+def test_what_is_cached_is_rounded_to_nearest(host_ops: HostOps, dtype: ElementType) -> None:
     """Ties to even; over the whole range of float32, with infinity and NaN."""
     bits = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32)
     bits[:2048] &= 0xFFFFF000  # many that lie in the middle between two
@@ -314,7 +345,7 @@ def test_what_is_cached_is_rounded_to_nearest(host_ops: HostOps, dtype: str) -> 
     values = np.resize(numbers, (-(-numbers.size // head_dim), head_dim))
     num_tokens, block_size = len(values), 16
     num_blocks = -(-num_tokens // block_size)
-    cache = host_ops.allocate_cache(CacheShape(num_blocks, NUM_LAYERS, 1, block_size, head_dim), dtype)
+    cache = host_ops.allocate_cache(layout_of(1, block_size, head_dim, dtype), num_blocks)
     rope = host_ops.load_rope(
         np.ones((num_tokens, head_dim // 2), np.float32), np.zeros((num_tokens, head_dim // 2), np.float32)
     )
@@ -325,4 +356,36 @@ def test_what_is_cached_is_rounded_to_nearest(host_ops: HostOps, dtype: str) -> 
     with np.errstate(over="ignore", invalid="ignore"):
         for cached, given in zip(slot_order(host_ops, cache).by_slot(cache), (keys, values), strict=True):
             rows = cached[:, LAYER, 0].reshape(-1, head_dim)[:num_tokens]
-            np.testing.assert_array_equal(rows.astype(np.float64), given.astype(cache.dtype).astype(np.float64))
+            np.testing.assert_array_equal(
+                rows.astype(np.float64), given.astype(dtype_of(cache.layout)).astype(np.float64)
+            )
+
+
+@given(
+    case=cases(), evicted=st.integers(1, 60), window=st.none() | st.integers(1, 40), dtype=st.sampled_from(KV_DTYPES)
+)
+def test_attention_goes_by_the_kv_extent_and_rotation_by_the_position(
+    host_ops: HostOps, case: Case, evicted: int, window: int | None, dtype: ElementType
+) -> None:
+    """Of sequences whose beginning has no KV any more: the same bits as without it, but for the rotation of q and k."""
+    generator = np.random.default_rng(case.seed)
+    tables = make_tables(case, generator)
+    longest = evicted + max(past + new for past, new in zip(case.past, case.new, strict=True))
+    angles = np.outer(np.arange(longest), THETA ** (-np.arange(case.half) / case.half)).astype(np.float32)
+    qkv = generator.standard_normal(
+        (case.num_tokens, (case.num_query_heads + 2 * case.num_kv_heads) * case.head_dim), dtype=np.float32
+    )
+    before = host_ops.allocate_cache(case.layout(dtype), NUM_BLOCKS)
+    fill_at_random(before, generator)
+
+    def attend(spans: list[TokenSpan], first_angle: int) -> tuple[bytes, bytes]:
+        """With the angles from `first_angle` on as those of positions 0, 1, 2 and so on."""
+        cache = host_ops.allocate_cache(case.layout(dtype), NUM_BLOCKS)
+        cache.data[:] = before.data
+        rope = host_ops.load_rope(np.cos(angles[first_angle:]), np.sin(angles[first_angle:]))
+        batch = make_batch(REFERENCE, spans, tables, case.block_size)
+        query = host_ops.rope_and_cache(qkv.copy(), rope, cache, LAYER, batch, case.num_query_heads, None)
+        return host_ops.paged_attention(query, cache, LAYER, batch, 0.3, window).tobytes(), cache.data.tobytes()
+
+    later = [TokenSpan(span.row, span.start + evicted, span.token_ids, evicted) for span in case.spans]
+    assert attend(later, 0) == attend(case.spans, evicted)

@@ -18,10 +18,11 @@ from minipaged.config import EngineConfig, PreemptionMode
 from minipaged.errors import PromptTooLongError
 from minipaged.params import SamplingParams
 from minipaged.scheduling.request import Request, Status
+from minipaged.scheduling.request import Sequence as SequenceState
 from minipaged.scheduling.scheduler import Scheduler
 from minipaged.settings import EngineSettings
-from minipaged.step import StepPlan
-from tests.scheduling.simulated_runner import SimulatedRunner, alone
+from minipaged.step import Logprobs, StepPlan
+from tests.scheduling.simulated_runner import SimulatedRunner, alone, prompt_entry
 
 BLOCK = 4
 VOCAB = 50
@@ -36,6 +37,8 @@ class Bench:
     num_blocks: int
     swap_blocks: int = 0
     delay: Callable[[], int] = lambda: 0
+    tokens_per_decode: int = 1
+    num_tokens: Callable[[], int] = lambda: 1
     stop: frozenset[int] = STOP
     requests: list[Request] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
@@ -50,6 +53,7 @@ class Bench:
             swap_blocks=self.swap_blocks,
             block_bytes=64,
             max_batched_tokens=self.max_batched_tokens,
+            tokens_per_decode=self.tokens_per_decode,
         )
         self.runner = SimulatedRunner(
             num_blocks=self.num_blocks,
@@ -57,15 +61,23 @@ class Bench:
             block_size=self.config.block_size,
             vocab_size=VOCAB,
             delay=self.delay,
+            num_tokens=self.num_tokens,
         )
 
     def submit(
-        self, prompt: Sequence[int], *, max_tokens: int = 8, priority: int = 0, n: int = 1, namespace: str = ""
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 8,
+        priority: int = 0,
+        n: int = 1,
+        namespace: str = "",
+        prompt_logprobs: int | None = None,
     ) -> Request:
         request = Request(
             id=str(len(self.requests)),
             prompt=array("i", prompt),
-            params=SamplingParams(n=n, max_tokens=max_tokens),
+            params=SamplingParams(n=n, max_tokens=max_tokens, prompt_logprobs=prompt_logprobs),
             seed=0,
             arrival=len(self.requests),
             stop_token_ids=self.stop,
@@ -108,6 +120,12 @@ class Bench:
 
     def check_outputs(self) -> None:
         for request in self.requests:
+            if request.params.prompt_logprobs is not None:
+                expected_entries = [prompt_entry(request.prompt, p) for p in range(1, len(request.prompt))]
+                found_entries = request.prompt_logprobs
+                if all(sequence.finish_reason != "abort" for sequence in request.sequences):
+                    assert found_entries == expected_entries
+                assert found_entries == expected_entries[: len(found_entries)]
             for sequence in request.sequences:
                 assert sequence.status is Status.FINISHED
                 expected = alone(request.prompt, sequence.index, VOCAB, self.stop, request.max_length)
@@ -117,6 +135,7 @@ class Bench:
                 else:
                     assert found == expected
                     assert sequence.finish_reason == ("stop" if found[-1] in self.stop else "length")
+                    assert sequence.stop_reason == (found[-1] if found[-1] in self.stop else None)
 
 
 def config(**settings: Unpack[EngineSettings]) -> EngineConfig:
@@ -136,6 +155,7 @@ def test_every_sequence_computes_what_it_would_alone(data: st.DataObject) -> Non
     rng = draw(st.randoms(use_true_random=False))
     max_running = draw(st.integers(1, 6))
     num_blocks = draw(st.integers(3, 24))
+    tokens_per_decode = draw(st.sampled_from([1, 1, 2, 5, 11]))
     bench = Bench(
         config(
             max_running=max_running,
@@ -147,6 +167,8 @@ def test_every_sequence_computes_what_it_would_alone(data: st.DataObject) -> Non
         num_blocks=num_blocks,
         swap_blocks=draw(st.sampled_from([0, 2, 5, 50])),
         delay=lambda: rng.choice([0, 0, 1, 3]),
+        tokens_per_decode=tokens_per_decode,
+        num_tokens=lambda: rng.randint(1, tokens_per_decode),
     )
     longest = num_blocks * BLOCK - 1
     shared = prompt(longest)
@@ -162,6 +184,7 @@ def test_every_sequence_computes_what_it_would_alone(data: st.DataObject) -> Non
                 priority=draw(st.integers(0, 2)),
                 n=draw(st.integers(1, min(3, max_running))),
                 namespace=draw(st.sampled_from(["", "", "tenant"])),
+                prompt_logprobs=draw(st.sampled_from([None, None, 0])),
             )
         elif action == "step":
             bench.step()
@@ -356,13 +379,145 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     bench.run()
 
 
-def test_decode_rows_stay_the_same_object_while_nothing_changes() -> None:
+def test_decode_version_changes_with_the_decode_rows_alone() -> None:
     bench = Bench(config(overlap=False), num_blocks=16, stop=frozenset())
     bench.submit([1], max_tokens=12)
-    bench.submit([2], max_tokens=12)
-    for _ in range(5):
-        bench.step()
-    assert bench.plans[3].decode_rows is bench.plans[4].decode_rows
+    bench.submit([2], max_tokens=20)
+    bench.run()
+    versions: dict[int, tuple[int, ...]] = {}
+    for plan in bench.plans:
+        assert versions.setdefault(plan.decode_version, plan.decode_rows) == plan.decode_rows
+    assert [len(rows) for rows in versions.values()] == [0, 2, 1]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, BLOCK, 3 * BLOCK, 3 * BLOCK + 1])
+def test_several_tokens_of_a_decode_end_at_the_limit(overlap: bool, max_tokens: int) -> None:
+    many = 2 * BLOCK + 1
+    bench = Bench(
+        config(overlap=overlap),
+        num_blocks=16,
+        stop=frozenset(),
+        tokens_per_decode=many,
+        num_tokens=lambda: many,
+    )
+    bench.submit(prompt(BLOCK - 1), max_tokens=max_tokens)
+    bench.run()
+    bench.check_outputs()
+    assert bench.scheduler.stats().generated_tokens == max_tokens
+
+
+def test_a_stop_token_among_several_discards_the_rest() -> None:
+    tokens = alone(prompt(3), 0, VOCAB, frozenset(), 3 + 8)[3:]
+    stop = next(frozenset({token}) for token in tokens[2:6] if tokens.index(token) in range(2, 6))
+    bench = Bench(config(overlap=False), num_blocks=16, stop=stop, tokens_per_decode=9, num_tokens=lambda: 9)
+    request = bench.submit(prompt(3), max_tokens=20)
+    bench.step()
+    plan = bench.scheduler.plan(0.0)
+    assert plan is not None
+    result = bench.runner.execute(plan)
+    (of_row,) = result.sequences
+    committed = bench.scheduler.commit(result)
+    ((_, num_tokens, _),) = committed.advanced
+    assert 1 < num_tokens < len(of_row.token_ids) == 9
+    bench.check_outputs()
+    assert bench.scheduler.stats().generated_tokens == len(request.sequences[0].token_ids) - 3
+
+
+def test_several_tokens_insert_all_blocks_that_they_fill() -> None:
+    bench = Bench(config(overlap=False), num_blocks=16, stop=frozenset(), tokens_per_decode=11, num_tokens=lambda: 11)
+    request = bench.submit(prompt(3), max_tokens=12)
+    bench.run()
+    again = bench.submit([*request.sequences[0].token_ids, 1], max_tokens=1)
+    bench.run()
+    # 15 tokens, all but the last of which have KV.
+    assert again.cached_tokens == 14 // BLOCK * BLOCK
+
+
+class Words:
+    """A recipient whose text is the token ids; a stop string is one of them."""
+
+    ended = False
+
+    def __init__(self, stop: int) -> None:
+        self.stop = stop
+        self.added: list[int] = []
+
+    def add_text(self, index: int, token_id: int) -> str | None:
+        self.added.append(token_id)
+        if token_id == self.stop + 1:
+            raise LookupError("no such text")
+        return str(token_id) if token_id == self.stop else None
+
+    def deliver(self, sequence: SequenceState, num_tokens: int, logprobs: Sequence[Logprobs], now: float) -> None:
+        raise AssertionError("the scheduler delivers nothing")
+
+    def fail(self, error: BaseException) -> None:
+        raise AssertionError("the scheduler tells nobody")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_a_stop_string_ends_the_sequence_where_its_token_is_committed(num_tokens: int) -> None:
+    tokens = alone(prompt(3), 0, VOCAB, frozenset(), 3 + 8)[3:]
+    bench = Bench(
+        config(), num_blocks=16, stop=frozenset(), tokens_per_decode=num_tokens, num_tokens=lambda: num_tokens
+    )
+    request = bench.submit(prompt(3), max_tokens=20)
+    stop = next(token for token in tokens[3:] if token - 1 not in tokens)
+    request.recipient = words = Words(stop)
+    bench.run()
+    kept = tokens[: tokens.index(stop) + 1]
+    assert list(request.output_of(request.sequences[0])) == words.added == kept
+    assert (request.sequences[0].finish_reason, request.sequences[0].stop_reason) == ("stop", str(stop))
+
+
+def test_what_the_text_of_a_request_raises_fails_its_sequence_alone() -> None:
+    tokens = alone(prompt(3), 0, VOCAB, frozenset(), 3 + 8)[3:]
+    bench = Bench(config(overlap=False), num_blocks=16, stop=frozenset())
+    bad, good = bench.submit(prompt(3)), bench.submit(prompt(5, 1))
+    bad.recipient = Words(tokens[2] - 1)
+    failed: list[tuple[SequenceState, Exception]] = []
+    while (plan := bench.scheduler.plan(0.0)) is not None:
+        failed += bench.scheduler.commit(bench.runner.execute(plan)).failed
+    ((sequence, error),) = failed
+    assert sequence is bad.sequences[0]
+    assert isinstance(error, LookupError)
+    assert good.sequences[0].finish_reason == "length"
+
+
+def test_samples_fork_without_a_copy_of_the_prompt() -> None:
+    bench = Bench(config(max_batched_tokens=64), num_blocks=32)
+    bench.submit(prompt(2 * BLOCK + 2), n=4, max_tokens=6)
+    bench.run()
+    bench.check_outputs()
+    assert sum(len(plan.admissions) for plan in bench.plans) == 1
+    assert [fork.sample_index for plan in bench.plans for fork in plan.forks] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("length", [5, 6, 7])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prompt_logprobs_of_a_prompt_that_is_preempted_half_way(
+    mode: PreemptionMode, length: int, overlap: bool
+) -> None:
+    """An earlier sequence grows into the blocks of one that has computed a part of its prompt."""
+    bench = Bench(
+        config(preemption=mode, max_running=2, max_batched_tokens=length, overlap=overlap),
+        num_blocks=11,
+        swap_blocks=11,
+        stop=frozenset(),
+    )
+    bench.submit(prompt(length, 1), max_tokens=12)
+    victim = bench.submit(prompt(9 * BLOCK), max_tokens=3, prompt_logprobs=0)
+    seen: set[int] = set()
+    while max(seen, default=0) == 0 or victim.sequences[0].status is Status.RUNNING:
+        assert bench.step()
+        seen.add(len(victim.prompt_logprobs))
+    assert 1 < max(seen) < 9 * BLOCK - 1
+    bench.run()
+    bench.check_outputs()
+    stats = bench.scheduler.stats()
+    assert (stats.preemptions_by_swap, stats.preemptions_by_recompute) == ((1, 0) if mode == "swap" else (0, 1))
 
 
 def test_requests_that_end_while_they_wait_are_forgotten() -> None:

@@ -11,7 +11,7 @@ from benchmarks.gpu.clock import Clock, buffers_beyond_cache, copy_bandwidth
 from benchmarks.gpu.device import BLOCK_SIZE, opened
 from benchmarks.gpu.measured_sizes import Sizes
 from benchmarks.gpu.rows import Row
-from minipaged.ops.base import Batch, CacheShape, HostArray, StepLimits
+from minipaged.ops.base import Batch, HostArray, StepLimits
 
 BAR, FROM_BATCH, FROM_CONTEXT = 0.8, 16, 2048
 
@@ -36,17 +36,19 @@ def _seconds(sizes: Sizes, batch: int, context: int, group: int, num_bytes: int)
     blocks_each = -(-context // BLOCK_SIZE)
     # Layers take turns: that many of them do not fit the cache of the card.
     num_layers = buffers_beyond_cache(num_bytes)
-    shape = CacheShape(batch * blocks_each, num_layers, heads // group, BLOCK_SIZE, head_dim)
-    with opened(replace(sizes.model, num_kv_heads=heads // group)) as ops:
+    model = replace(sizes.model, num_kv_heads=heads // group, num_layers=num_layers)
+    with opened(model) as ops:
+        layout = model.kv_layout(BLOCK_SIZE, ops.kv_dtype)
         query = ops.random(batch, heads, head_dim)
         limits = StepLimits(max_tokens=batch, max_sequences=batch, max_model_len=blocks_each * BLOCK_SIZE)
-        ops.reserve(limits, shape, lambda step, cache: ops.paged_attention(query, cache, 0, step, 1.0, None))
-        cache = ops.allocate_cache(shape, ops.kv_dtype)
-        ops.randomise(cache)
+        ops.reserve(limits, layout, lambda step, cache: ops.paged_attention(query, cache, 0, step, 1.0, None))
+        cache = ops.allocate_cache(layout, batch * blocks_each)
+        ops.randomise(cache.data)
         tables = np.random.default_rng(0).permutation(batch * blocks_each).astype(np.int32).reshape(batch, blocks_each)
         step: Batch[HostArray] = Batch(
             token_ids=np.zeros(batch, np.int32),
             positions=np.full(batch, context - 1, np.int32),
+            kv_extents=np.full(batch, context, np.int32),
             slots=tables[:, -1].astype(np.int64) * BLOCK_SIZE + (context - 1) % BLOCK_SIZE,
             cu_seqlens=np.arange(batch + 1, dtype=np.int32),
             rows=np.arange(batch, dtype=np.int32),

@@ -7,7 +7,7 @@ is as good as it gets. What only moves numbers, or returns float32, is far below
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import ml_dtypes
@@ -17,11 +17,11 @@ from numpy.typing import DTypeLike, NDArray
 from benchmarks.gpu.device import BLOCK_SIZE
 from benchmarks.gpu.measured_sizes import Sizes
 from benchmarks.gpu.rows import Row
+from minipaged.config import Dtype
 from minipaged.engine.loading import dimensions_of
 from minipaged.models.rope import rope_tables
 from minipaged.ops.base import (
     Batch,
-    CacheShape,
     ElementTypes,
     HostArray,
     Penalties,
@@ -45,7 +45,7 @@ MOST_VOCABULARY = 8192
 class Element:
     """A type of weights and activations."""
 
-    name: str
+    name: Dtype
     encoding: str
     """As in `HostTensor`."""
     host: DTypeLike
@@ -85,14 +85,14 @@ class KernelErrors:
         self.ops.prepare(dimensions_of(model, BLOCK_SIZE), types, no_progress)
         length = self._positions + self._tokens
         blocks = -(-length // BLOCK_SIZE)
-        self._shape = CacheShape(2 * blocks, 1, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
+        self._layout = replace(model, num_layers=1).kv_layout(BLOCK_SIZE, self.ops.kv_dtype)
         self._tables = self._random.permutation(2 * blocks).astype(np.int32).reshape(2, blocks)
         self._rope = rope_tables(model, length)
         limits = StepLimits(max_tokens=self._tokens + 1, max_sequences=2, max_model_len=blocks * BLOCK_SIZE)
         x, _ = self._array(self._tokens + 1, 4 * model.intermediate_size)
         # Nothing is kept small here: what does not fit is taken from CuPy's pool.
-        self.ops.reserve(limits, self._shape, lambda batch, cache: self.ops.take(x, batch.positions))
-        self._cache = self.ops.allocate_cache(self._shape, self.ops.kv_dtype)
+        self.ops.reserve(limits, self._layout, lambda batch, cache: self.ops.take(x, batch.positions))
+        self._cache = self.ops.allocate_cache(self._layout, 2 * blocks)
 
     def results(self) -> Iterator[tuple[str, Exact, Exact]]:
         """Name, what the kernel found, and what is exact."""
@@ -135,7 +135,7 @@ class KernelErrors:
 
     def _attention(self, kind: str, spans: list[tuple[int, int, int]]) -> Iterator[tuple[str, Exact, Exact]]:
         """`spans`: row of the block tables, first position, number of tokens."""
-        model, ops, shape = self._model, self.ops, self._shape
+        model, ops, num_blocks = self._model, self.ops, self._cache.num_blocks
         heads, group = model.num_query_heads, model.num_query_heads // model.num_kv_heads
         positions = np.concatenate([np.arange(start, start + count) for _, start, count in spans]).astype(np.int32)
         rows = np.repeat([row for row, _, _ in spans], [count for _, _, count in spans])
@@ -145,6 +145,7 @@ class KernelErrors:
         host_batch: Batch[HostArray] = Batch(
             token_ids=np.zeros(num_tokens, np.int32),
             positions=positions,
+            kv_extents=positions + 1,
             slots=slots,
             cu_seqlens=np.cumsum([0, *(count for _, _, count in spans)]).astype(np.int32),
             rows=np.array([row for row, _, _ in spans], np.int32),
@@ -153,9 +154,9 @@ class KernelErrors:
             next_positions=(positions[last] + 1).astype(np.uint32),
         )
         batch = ops.upload_batch(host_batch, np.arange(self._tables.size))
-        pool = ops.allocate_host_cache(shape, ops.kv_dtype)
+        pool = ops.allocate_host_cache(self._layout, num_blocks)
         pool[:] = self._rounded(len(pool), pool.shape[1] // 2).view(np.uint8)
-        everything = [(block, block) for block in range(shape.num_blocks)]
+        everything = [(block, block) for block in range(num_blocks)]
         ops.blocks_from_host(pool, self._cache, everything).wait()
 
         qkv, exact_qkv = self._array(num_tokens, (heads + 2 * model.num_kv_heads) * model.head_dim)
@@ -169,7 +170,7 @@ class KernelErrors:
 
         ops.blocks_to_host(self._cache, pool, everything).wait()
         cached = pool.view(self._element.host).astype(np.float64)
-        cached = cached.reshape(shape.num_blocks, 2, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
+        cached = cached.reshape(num_blocks, 2, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
         written = cached[slots // BLOCK_SIZE, :, :, slots % BLOCK_SIZE]
         yield f"rope_and_cache, {kind}, keys", written[:, 0], rotated[:, heads:]
         yield f"rope_and_cache, {kind}, values", written[:, 1], by_head[:, heads + model.num_kv_heads :]

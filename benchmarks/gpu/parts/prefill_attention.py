@@ -6,6 +6,7 @@ A token attends to itself and those before it; only those products count.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from benchmarks.gpu.device import BLOCK_SIZE, opened
 from benchmarks.gpu.measured_sizes import Sizes
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.torch_peer import ABSENT, attention_seconds, has_torch
-from minipaged.ops.base import Batch, CacheShape, HostArray, StepLimits
+from minipaged.ops.base import Batch, HostArray, StepLimits
 
 
 def run(sizes: Sizes) -> Iterator[Row]:
@@ -33,17 +34,18 @@ def run(sizes: Sizes) -> Iterator[Row]:
 def _seconds(sizes: Sizes, length: int) -> float:
     model = sizes.model
     num_blocks = -(-length // BLOCK_SIZE)
-    shape = CacheShape(num_blocks, 1, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
     with opened(model) as ops:
+        layout = replace(model, num_layers=1).kv_layout(BLOCK_SIZE, ops.kv_dtype)
         query = ops.random(length, model.num_query_heads, model.head_dim)
         limits = StepLimits(max_tokens=length, max_sequences=1, max_model_len=num_blocks * BLOCK_SIZE)
-        ops.reserve(limits, shape, lambda step, cache: ops.paged_attention(query, cache, 0, step, 1.0, None))
-        cache = ops.allocate_cache(shape, ops.kv_dtype)
-        ops.randomise(cache)
+        ops.reserve(limits, layout, lambda step, cache: ops.paged_attention(query, cache, 0, step, 1.0, None))
+        cache = ops.allocate_cache(layout, num_blocks)
+        ops.randomise(cache.data)
         positions = np.arange(length, dtype=np.int32)
         step: Batch[HostArray] = Batch(
             token_ids=np.zeros(length, np.int32),
             positions=positions,
+            kv_extents=positions + 1,
             slots=positions.astype(np.int64),
             cu_seqlens=np.array([0, length], np.int32),
             rows=np.zeros(1, np.int32),

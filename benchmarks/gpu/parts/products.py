@@ -10,7 +10,7 @@ from benchmarks.gpu.device import BLOCK_SIZE, SCALE, RandomOps, opened
 from benchmarks.gpu.measured_sizes import Sizes
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.torch_peer import ABSENT, has_torch, linear_seconds
-from minipaged.ops.base import CacheShape, StepLimits
+from minipaged.ops.base import StepLimits
 
 if TYPE_CHECKING:
     import cupy
@@ -55,8 +55,8 @@ def _seconds(sizes: Sizes, name: str, outputs: int, inputs: int, rows: list[int]
         x = ops.random(max(rows), inputs)
         multiply = _operation(ops, name)
         limits = StepLimits(max_tokens=max(rows), max_sequences=1, max_model_len=BLOCK_SIZE)
-        shape = CacheShape(1, 1, sizes.model.num_kv_heads, BLOCK_SIZE, sizes.model.head_dim)
-        ops.reserve(limits, shape, lambda step, cache: multiply(x[: len(step.token_ids)], weights[0]))
+        layout = sizes.model.kv_layout(BLOCK_SIZE, ops.kv_dtype)
+        ops.reserve(limits, layout, lambda step, cache: multiply(x[: len(step.token_ids)], weights[0]))
         clock = Clock(ops.stream, sizes.effort)
 
         def of(count: int) -> Callable[[int], object]:

@@ -10,19 +10,19 @@ from benchmarks.gpu.clock import host_copy_bandwidth, wall_seconds
 from benchmarks.gpu.device import BLOCK_SIZE, opened
 from benchmarks.gpu.measured_sizes import Sizes
 from benchmarks.gpu.rows import Row
-from minipaged.ops.base import CacheShape, StepLimits
+from minipaged.ops.base import StepLimits
 
 
 def run(sizes: Sizes) -> Iterator[Row]:
     model, count, repeats = sizes.model, sizes.swap_blocks, sizes.effort.repeats
-    shape = CacheShape(count, model.num_layers, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
     with opened(model) as ops:
+        layout = model.kv_layout(BLOCK_SIZE, ops.kv_dtype)
         limits = StepLimits(max_tokens=1, max_sequences=1, max_model_len=BLOCK_SIZE)
         x = ops.random(1, model.hidden_size)
-        ops.reserve(limits, shape, lambda step, cache: ops.take(x, step.token_ids))
-        cache = ops.allocate_cache(shape, ops.kv_dtype)
-        ops.randomise(cache)
-        host = ops.allocate_host_cache(shape, ops.kv_dtype)
+        ops.reserve(limits, layout, lambda step, cache: ops.take(x, step.token_ids))
+        cache = ops.allocate_cache(layout, count)
+        ops.randomise(cache.data)
+        host = ops.allocate_host_cache(layout, count)
         order = [int(block) for block in np.random.default_rng(0).permutation(count)]
         pairs = list(zip(order, range(count), strict=True))
         backwards = [(slot, block) for block, slot in pairs]

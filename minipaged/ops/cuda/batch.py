@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from minipaged.ops.base import Batch, HostArray, StepLimits
+from minipaged.ops.cuda import launches
 from minipaged.ops.cuda.kernels import CudaKernels
 from minipaged.ops.cuda.memory import CudaMemory
 from minipaged.ops.cuda.staging import Staging
@@ -27,6 +28,7 @@ FIELDS: tuple[tuple[str, DTypeLike], ...] = (
     ("slots", np.int64),
     ("token_ids", np.int32),
     ("positions", np.int32),
+    ("kv_extents", np.int32),
     ("cu_seqlens", np.int32),
     ("rows", np.int32),
     ("sampled", np.int32),
@@ -38,26 +40,20 @@ Sizes = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceBatch:
-    """A batch on the device, and what the host must know of it to launch kernels."""
+class DevicePart:
+    """What the host must know of a batch on the device to launch kernels: its `Batch.device_part`."""
 
-    batch: Batch[cupy.ndarray]
     cu_seqlens: NDArray[np.int32]
     num_splits: int
     """Of `CudaKernels.kv_split` positions, that the longest sequence has, or more."""
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether it computes one token of each sequence."""
-        return len(self.batch.token_ids) == len(self.batch.rows)
+    padded: Batch[cupy.ndarray] | None = None
+    """The same decode, filled up to the size of a graph, if that was asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step: as it is; and filled up to the size of a graph, if it was asked for."""
-
-    exact: DeviceBatch
-    padded: DeviceBatch | None
+def device_part(batch: Batch[cupy.ndarray]) -> DevicePart:
+    """Of a batch that `StepBuffer` made, or a copy of one."""
+    assert isinstance(batch.device_part, DevicePart), "the batch was not uploaded"
+    return batch.device_part
 
 
 class StepBuffer:
@@ -97,24 +93,24 @@ class StepBuffer:
         last_row = self._tables.data.ptr + self.limits.max_sequences * self._width * self._tables.itemsize
         self._staging.send_array(last_row, np.array([block], np.int32))
 
-    def of_size(self, sizes: Sizes) -> DeviceBatch:
+    def of_size(self, sizes: Sizes) -> Batch[cupy.ndarray]:
         """A step of that size with the longest sequences, to see what it takes; its arrays hold nothing."""
         num_tokens, num_sequences, _ = sizes
         starts = np.minimum(np.arange(num_sequences + 1, dtype=np.int32), num_tokens)
         starts[-1] = num_tokens
-        return DeviceBatch(self._views(sizes, _layout(sizes, 0)), starts, self.most_splits)
+        return replace(self._views(sizes, _layout(sizes, 0)), device_part=DevicePart(starts, self.most_splits))
 
-    def send(self, batch: Batch[HostArray], changed: NDArray[np.int64], padded_size: int | None) -> Step:
+    def send(self, batch: Batch[HostArray], changed: NDArray[np.int64], padded_size: int | None) -> Batch[cupy.ndarray]:
         """Start the copy, and update the block tables when it has arrived. `padded_size`: of a decode, or None."""
         num_tokens, num_sequences, num_sampled = sizes = (len(batch.token_ids), len(batch.rows), len(batch.sampled))
         assert num_tokens <= self.limits.max_tokens, f"{num_tokens} tokens in a step"
         assert num_sequences <= self.limits.max_sequences, f"{num_sequences} sequences in a step"
         arrays = {name: np.asarray(getattr(batch, name), dtype) for name, dtype in FIELDS}
-        num_splits = int(arrays["positions"].max()) // self._kernels.kv_split + 1
+        num_splits = -(-int(arrays["kv_extents"].max()) // self._kernels.kv_split)
         cu_seqlens = arrays["cu_seqlens"].astype(np.int32, copy=False)
         if padded_size is None:
             self._send(arrays, sizes, *self._changes(batch.block_tables, changed))
-            return Step(DeviceBatch(self._views(sizes, _layout(sizes, 0)), cu_seqlens, num_splits), None)
+            return replace(self._views(sizes, _layout(sizes, 0)), device_part=DevicePart(cu_seqlens, num_splits))
 
         assert num_tokens == num_sequences == num_sampled <= padded_size, f"{sizes} is no decode of {padded_size}"
         arrays = self._padded(arrays, padded_size)
@@ -125,10 +121,9 @@ class StepBuffer:
             self._decodes[num_tokens, padded_size] = self._views(sizes, layout), self._views(padded_sizes, layout)
         exact, padded = self._decodes[num_tokens, padded_size]
         padded_splits = min(1 << (num_splits - 1).bit_length(), self.most_splits)  # few values, few graphs
-        return Step(
-            DeviceBatch(exact, cu_seqlens, num_splits),
-            DeviceBatch(padded, np.arange(padded_size + 1, dtype=np.int32), padded_splits),
-        )
+        padded_starts = np.arange(padded_size + 1, dtype=np.int32)
+        padded = replace(padded, device_part=DevicePart(padded_starts, padded_splits))
+        return replace(exact, device_part=DevicePart(cu_seqlens, num_splits, padded))
 
     def _changes(self, tables: HostArray, changed: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Places in the device's tables, and what they hold now; what is too much for one copy has gone ahead."""
@@ -163,7 +158,7 @@ class StepBuffer:
                 self._view(layout.blocks, len(places), np.int32),
                 np.int32(len(places)),
             )
-            self._kernels.launch("update_tables", (-(-len(places) // 256),), 256, arguments)
+            self._kernels.start("update_tables", launches.update_tables(len(places)), arguments)
 
     def _padded(self, arrays: dict[str, NDArray[np.generic]], size: int) -> dict[str, NDArray[np.generic]]:
         count = size - len(arrays["rows"])
@@ -173,6 +168,7 @@ class StepBuffer:
             "slots": self._scratch_block * self._block_size + slots,
             "token_ids": np.zeros(count),
             "positions": np.zeros(count),
+            "kv_extents": np.ones(count),
             "cu_seqlens": filling + 1,
             "rows": np.full(count, self.limits.max_sequences),
             "sampled": filling,
@@ -214,7 +210,7 @@ def _layout(sizes: Sizes, num_changes: int) -> _Layout:
 def _counts(sizes: Sizes) -> tuple[int, ...]:
     """Elements of each of FIELDS."""
     num_tokens, num_sequences, num_sampled = sizes
-    return num_tokens, num_tokens, num_tokens, num_sequences + 1, num_sequences, num_sampled, num_sampled
+    return num_tokens, num_tokens, num_tokens, num_tokens, num_sequences + 1, num_sequences, num_sampled, num_sampled
 
 
 def aligned(offset: int) -> int:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minipaged.ops.base import Batch
-from minipaged.ops.cuda.batch import DeviceBatch
+from minipaged.ops.cuda.batch import device_part
 from minipaged.ops.cuda.errors import cuda_errors, error_classes, is_out_of_memory
-from minipaged.ops.cuda.workspace import Workspace, WorkspaceFullError
+from minipaged.ops.cuda.workspace import Workspace
+from minipaged.ops.workspace import WorkspaceFullError
 
 if TYPE_CHECKING:
     import cupy
@@ -45,18 +46,18 @@ class Graphs:
         """None: that cannot be captured."""
         self.is_capturing = False
 
-    def run(self, function: Function, batch: DeviceBatch, num_sequences: int) -> cupy.ndarray | None:
+    def run(self, function: Function, batch: Batch[cupy.ndarray], num_sequences: int) -> cupy.ndarray | None:
         """What the function returns for the first sequences of the batch; None: there is no graph, call it.
 
         The result is in the workspace, valid until that is reset.
         """
-        key = (function, len(batch.batch.rows), batch.num_splits)
+        key = (function, len(batch.rows), device_part(batch).num_splits)
         if key not in self._launched:
             self._launched.add(key)
             return None
         self._workspace.reset()
         if key not in self._captured:
-            self._captured[key] = self._capture(function, batch.batch)
+            self._captured[key] = self._capture(function, batch)
         captured = self._captured[key]
         if captured is None:
             return None

@@ -11,38 +11,41 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from minipaged.errors import ConfigError, UnsupportedModelError
+from minipaged.kv.layout import ElementType, KVLayout
 from minipaged.ops.base import (
     Batch,
     Bias,
-    CacheShape,
     Dimensions,
     ElementTypes,
     HostArray,
+    KVPool,
     Penalties,
     PendingCopy,
     Sampled,
     SamplingBatch,
     StepLimits,
 )
-from minipaged.ops.cuda.batch import DeviceBatch, Step, StepBuffer, aligned, put
+from minipaged.ops.cuda import launches
+from minipaged.ops.cuda.batch import StepBuffer, aligned, device_part, put
 from minipaged.ops.cuda.errors import cuda_errors, error_classes
 from minipaged.ops.cuda.graphs import Graphs, graph_size
-from minipaged.ops.cuda.kernels import GATED, LINEAR, LOGITS, CudaKernels, Tile, tile_for
+from minipaged.ops.cuda.kernels import CudaKernels
+from minipaged.ops.cuda.launches import GATED, LINEAR, LOGITS, Tile, tile_for
 from minipaged.ops.cuda.memory import CudaMemory
 from minipaged.ops.cuda.modules import CudaModules
 from minipaged.ops.cuda.sampling import Sampler
 from minipaged.ops.cuda.staging import Staging
 from minipaged.ops.cuda.transfers import BlockTransfers
 from minipaged.ops.cuda.weights import DEVICE_TYPES, WeightLoader
-from minipaged.ops.cuda.workspace import NO_MEMORY, Workspace, WorkspaceFullError
+from minipaged.ops.cuda.workspace import NO_MEMORY, Workspace
 from minipaged.ops.tensor import HostTensor
+from minipaged.ops.workspace import WorkspaceFullError
 from minipaged.progress import Progress
 
 if TYPE_CHECKING:
@@ -72,7 +75,7 @@ class CudaOps:
 
         self._cupy = cupy
         self._use_graphs = graphs
-        self.kv_dtype = ""
+        self.kv_dtype: ElementType = "float16"
         with cuda_errors("be used"):
             self._memory = CudaMemory()
             self._stream: cupy.cuda.Stream = cupy.cuda.Stream(non_blocking=True)
@@ -80,16 +83,14 @@ class CudaOps:
         self._uploads = Workspace(self._memory)
         self._graphs = Graphs(self._stream, self._workspace)
         self._transfers = BlockTransfers(self._stream)
-        self._step: Step | None = None
         self._scratch_bytes = 0
 
     # Loading
 
     def prepare(self, dimensions: Dimensions, types: ElementTypes, progress: Progress) -> None:
         """Compiles the kernels, or finds them compiled."""
-        element = types.weights
-        if element == "auto":
-            element = "bfloat16" if types.stored == "BF16" else "float16"
+        stored: ElementType = "bfloat16" if types.stored == "BF16" else "float16"
+        element = stored if types.weights == "auto" else types.weights
         _check(dimensions, element, types.cache)
         self.kv_dtype = self._element = element
         self._dtype = np.dtype(DEVICE_TYPES[element])
@@ -135,17 +136,17 @@ class CudaOps:
     def reserve(
         self,
         limits: StepLimits,
-        shape: CacheShape,
-        logits: Callable[[Batch[cupy.ndarray], cupy.ndarray], cupy.ndarray],
+        layout: KVLayout,
+        logits: Callable[[Batch[cupy.ndarray], KVPool[cupy.ndarray]], cupy.ndarray],
     ) -> None:
         """The forward passes of a step with the most tokens and of a decode with the most sequences are tried out."""
-        self._steps = StepBuffer(self._memory, self._kernels, self._stream, limits, shape.block_size)
-        cache = self._memory.array(NO_MEMORY, (1, *_block_shape(shape)), self._dtype, None)
+        self._steps = StepBuffer(self._memory, self._kernels, self._stream, limits, layout.block_size)
+        nothing = self._memory.array(NO_MEMORY, (1, self._block_elements(layout)), self._dtype, None)
+        cache = KVPool(layout, 1, nothing)
 
         def run(num_tokens: int) -> None:
             batch = self._steps.of_size((num_tokens, limits.max_sequences, limits.max_sequences))
-            self._step = Step(batch, None)
-            result = logits(batch.batch, cache)
+            result = logits(batch, cache)
             self._take(result.shape, result.dtype)  # where they are adjusted
 
         self._kernels.is_counting = True
@@ -154,25 +155,27 @@ class CudaOps:
             needed = [self._workspace.count(partial(run, size)) for size in sizes]
         finally:
             self._kernels.is_counting = False
-            self._step = None
-        self._scratch_bytes = prod(_block_shape(shape)) * self._dtype.itemsize
+        self._scratch_bytes = layout.bytes_per_block
         self._workspace.allocate(max(needed), "the arrays of a step")
         self._uploads.allocate(UPLOAD_BYTES, "settings of requests")
 
-    def allocate_cache(self, shape: CacheShape, dtype: str) -> cupy.ndarray:
-        """Zeros, and one block behind them for the tokens that fill up a decode."""
-        dimensions = (shape.num_blocks + 1, *_block_shape(shape))
-        cache = self._memory.allocate(dimensions, self._dtype, f"{shape.num_blocks} KV blocks")
+    def allocate_cache(self, layout: KVLayout, num_blocks: int) -> KVPool[cupy.ndarray]:
+        """Elements [num_blocks, elements of a block]; one block more for the tokens that fill up a decode."""
+        dimensions = (num_blocks + 1, self._block_elements(layout))
+        blocks = self._memory.allocate(dimensions, self._dtype, f"{num_blocks} KV blocks")
         with cuda_errors("clear the KV blocks"):
-            self._cupy.cuda.runtime.memsetAsync(cache.data.ptr, 0, cache.nbytes, self._stream.ptr)
-        self._steps.use_scratch_block(shape.num_blocks)
-        return cache[: shape.num_blocks]
+            self._cupy.cuda.runtime.memsetAsync(blocks.data.ptr, 0, blocks.nbytes, self._stream.ptr)
+        self._steps.use_scratch_block(num_blocks)
+        return KVPool(layout, num_blocks, blocks[:num_blocks])
 
-    def allocate_host_cache(self, shape: CacheShape, dtype: str) -> NDArray[np.uint8]:
+    def allocate_host_cache(self, layout: KVLayout, num_blocks: int) -> NDArray[np.uint8]:
         """Page-locked."""
-        block_bytes = prod(_block_shape(shape)) * self._dtype.itemsize
-        pool = self._memory.allocate_pinned(shape.num_blocks * block_bytes, f"{shape.num_blocks} swapped KV blocks")
-        return pool.reshape(shape.num_blocks, block_bytes)
+        size = num_blocks * layout.bytes_per_block
+        pool = self._memory.allocate_pinned(size, f"{num_blocks} swapped KV blocks")
+        return pool.reshape(num_blocks, layout.bytes_per_block)
+
+    def _block_elements(self, layout: KVLayout) -> int:
+        return layout.bytes_per_block // self._dtype.itemsize
 
     def upload(self, array: HostArray) -> cupy.ndarray:
         """A copy that is on its way; the caller may reuse its buffer."""
@@ -196,8 +199,7 @@ class CudaOps:
         padded_size = None
         if self._use_graphs and len(batch.token_ids) == len(batch.rows) == len(batch.sampled):
             padded_size = min(graph_size(len(batch.rows)), self._steps.limits.max_sequences)
-        self._step = self._steps.send(batch, changed, padded_size)
-        return self._step.exact.batch
+        return self._steps.send(batch, changed, padded_size)
 
     def download(self, array: cupy.ndarray) -> NDArray[np.float32]:
         """When all that was launched is done."""
@@ -221,9 +223,9 @@ class CudaOps:
         self, function: Callable[[Batch[cupy.ndarray]], cupy.ndarray], batch: Batch[cupy.ndarray]
     ) -> cupy.ndarray:
         """A decode by its graph, if it has one; all else kernel by kernel."""
-        step = self._step
-        if step is not None and step.padded is not None and batch is step.exact.batch:
-            result = self._graphs.run(function, step.padded, len(batch.rows))
+        padded = device_part(batch).padded
+        if padded is not None:
+            result = self._graphs.run(function, padded, len(batch.rows))
             if result is not None:
                 return result
         return function(batch)
@@ -248,16 +250,15 @@ class CudaOps:
         """Rows of the table."""
         size = table.shape[1]
         out = self._take((len(token_ids), size), self._dtype)
-        self._kernels.launch("embed", (len(token_ids),), 128, (table, token_ids, out, np.int32(size)))
+        self._kernels.start("embed", launches.embed(len(token_ids)), (table, token_ids, out, np.int32(size)))
         return out
 
     def rms_norm(self, x: cupy.ndarray, weight: cupy.ndarray, eps: float) -> cupy.ndarray:
         """A block of threads for each row."""
         num_tokens, size = x.shape
         out = self._take(x.shape, self._dtype)
-        threads = min(1024, -(-size // 8 // 32) * 32)
         arguments = (x, weight, out, np.int32(size), np.float32(eps))
-        self._kernels.launch("rms_norm", (num_tokens,), threads, arguments)
+        self._kernels.start("rms_norm", launches.rms_norm(num_tokens, size), arguments)
         return out
 
     def linear(
@@ -290,35 +291,35 @@ class CudaOps:
     ) -> None:
         num_columns, depth = weight.shape
         tile = tile_for(len(x), num_columns, tiles, self._multiprocessors)
-        blocks = -(-len(x) // tile.rows) * -(-num_columns // tile.columns)
         arguments = (x, weight, *added, out, np.int32(len(x)), np.int32(num_columns), np.int32(depth))
-        self._kernels.launch(tile.kernel, (blocks,), 128, arguments, tile.shared_bytes)
+        self._kernels.start(tile.kernel, tile.launch(len(x), num_columns), arguments)
 
     def rope_and_cache(
         self,
         qkv: cupy.ndarray,
         rope: cupy.ndarray,
-        cache: cupy.ndarray,
+        cache: KVPool[cupy.ndarray],
         layer: int,
         batch: Batch[cupy.ndarray],
         num_query_heads: int,
         norms: tuple[cupy.ndarray, cupy.ndarray, float] | None,
     ) -> cupy.ndarray:
         """The rotated q, [T, num_query_heads, head_dim]."""
-        _, num_layers, _, num_kv_heads, block_size, head_dim = cache.shape
+        keys = cache.layout.keys
+        num_kv_heads, head_dim = keys.num_heads, keys.width
         num_tokens, num_heads = len(qkv), num_query_heads + 2 * num_kv_heads
         query = self._take((num_tokens, num_query_heads, head_dim), self._dtype)
         q_norm, k_norm, eps = norms or (None, None, 0.0)
-        sizes = (num_query_heads, num_kv_heads, num_layers, layer, block_size)
-        arrays = (qkv, rope, batch.positions, batch.slots, q_norm, k_norm, query, cache)
-        arguments = (*arrays, *map(np.int32, sizes), np.float32(eps))
-        self._kernels.launch("rope_and_cache", (num_tokens, -(-num_heads // 4)), 128, arguments)
+        arrays = (qkv, rope, batch.positions, batch.slots, q_norm, k_norm, query, cache.data)
+        sizes = map(np.int32, (num_query_heads, num_kv_heads, cache.layout.block_size))
+        arguments = (*arrays, *sizes, *launches.kv_strides(cache.layout, layer), np.float32(eps))
+        self._kernels.start("rope_and_cache", launches.rope_and_cache(num_tokens, num_heads), arguments)
         return query
 
     def paged_attention(
         self,
         query: cupy.ndarray,
-        cache: cupy.ndarray,
+        cache: KVPool[cupy.ndarray],
         layer: int,
         batch: Batch[cupy.ndarray],
         scale: float,
@@ -326,10 +327,10 @@ class CudaOps:
     ) -> cupy.ndarray:
         """So many sequences at a time that the results of their splits do not take too much memory."""
         num_tokens, num_query_heads, head_dim = query.shape
-        _, num_layers, _, num_kv_heads, block_size, _ = cache.shape
-        step = self._described(batch)
-        tile = self._kernels.attention_decode if step.is_decode else self._kernels.attention_any
-        group, num_splits, num_sequences = num_query_heads // num_kv_heads, step.num_splits, len(batch.rows)
+        num_kv_heads = cache.layout.keys.num_heads
+        part, is_decode = device_part(batch), num_tokens == len(batch.rows)
+        tile = self._kernels.attention_decode if is_decode else self._kernels.attention_any
+        group, num_splits, num_sequences = num_query_heads // num_kv_heads, part.num_splits, len(batch.rows)
         most_partials = max(MOST_PARTIALS, self._steps.most_splits)
         most = most_partials // num_splits
 
@@ -341,37 +342,27 @@ class CudaOps:
         for first in range(0, num_sequences, most):
             end = min(first + most, num_sequences)
             starts, count = batch.cu_seqlens[first : end + 1], end - first
-            launched_tokens = int(step.cu_seqlens[end] - step.cu_seqlens[first])
-            grid = (
-                launched_tokens // max(1, tile.rows // group) + count,
-                num_kv_heads * -(-group // tile.rows),
-                num_splits,
-            )
-            arrays = (query, cache, batch.positions, starts, batch.rows[first:end], batch.block_tables, out, partials)
-            sizes = (count, num_query_heads, num_kv_heads, num_layers, layer, block_size, batch.block_tables.shape[1])
+            launched_tokens = int(part.cu_seqlens[end] - part.cu_seqlens[first])
+            launch = tile.launch(launched_tokens, count, num_kv_heads, group, num_splits)
+            tables = batch.block_tables
+            arrays = (query, cache.data, batch.kv_extents, starts, batch.rows[first:end], tables, out, partials)
+            sizes = (count, num_query_heads, num_kv_heads, cache.layout.block_size, tables.shape[1])
             numbers = map(np.int32, (*sizes, window or 0, num_splits))
-            arguments = (*arrays, *numbers, np.float32(scale))
-            self._kernels.launch(tile.kernel, grid, 32 * tile.warps, arguments, tile.shared_bytes)
+            strides = launches.kv_strides(cache.layout, layer)
+            self._kernels.start(tile.kernel, launch, (*arrays, *numbers, *strides, np.float32(scale)))
             if partials is not None:
                 numbers = map(np.int32, (num_query_heads, window or 0, num_splits))
-                merged = (partials, batch.positions, starts, out, *numbers)
-                self._kernels.launch("attention_combine", (count, num_query_heads), head_dim // 4, merged)
+                merged = (partials, batch.kv_extents, starts, out, *numbers)
+                launch = launches.attention_combine(count, num_query_heads, head_dim)
+                self._kernels.start("attention_combine", launch, merged)
         return out
-
-    def _described(self, batch: Batch[cupy.ndarray]) -> DeviceBatch:
-        """What the host knows of the batch, which is that of this step."""
-        assert self._step is not None, "there is no step yet"
-        for described in (self._step.exact, self._step.padded):
-            if described is not None and described.batch is batch:
-                return described
-        raise AssertionError("attention over a batch that is not the latest one")
 
     def take(self, x: cupy.ndarray, indices: cupy.ndarray) -> cupy.ndarray:
         """Rows of x."""
         out = self._take((len(indices), x.shape[1]), x.dtype)
         words = x.shape[1] * x.itemsize // 4
         arguments = (x.view(np.int32), indices, out.view(np.int32), np.int32(words))
-        self._kernels.launch("take", (len(indices), -(-words // 1024)), 256, arguments)
+        self._kernels.start("take", launches.take(len(indices), words), arguments)
         return out
 
     # Choosing tokens
@@ -391,29 +382,29 @@ class CudaOps:
 
     # Blocks
 
-    def fill_blocks(self, cache: cupy.ndarray, blocks: Sequence[int], value: float) -> None:
+    def fill_blocks(self, cache: KVPool[cupy.ndarray], blocks: Sequence[int], value: float) -> None:
         """By one kernel."""
-        vectors = cache.nbytes // len(cache) // 16
-        arguments = (cache, self.upload(np.array(blocks, np.int32)), np.float32(value), np.int32(vectors))
-        self._kernels.launch("fill_blocks", (len(blocks) * -(-vectors // 1024),), 256, arguments)
+        vectors = cache.layout.bytes_per_block // 16
+        arguments = (cache.data, self.upload(np.array(blocks, np.int32)), np.float32(value), np.int32(vectors))
+        self._kernels.start("fill_blocks", launches.kv_blocks(len(blocks), vectors), arguments)
 
-    def copy_blocks(self, cache: cupy.ndarray, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, cache: KVPool[cupy.ndarray], pairs: Sequence[tuple[int, int]]) -> None:
         """All of them by one kernel."""
-        vectors = cache.nbytes // len(cache) // 16
-        arguments = (cache, self.upload(np.array(pairs, np.int32)), np.int32(vectors))
-        self._kernels.launch("copy_blocks", (len(pairs) * -(-vectors // 1024),), 256, arguments)
+        vectors = cache.layout.bytes_per_block // 16
+        arguments = (cache.data, self.upload(np.array(pairs, np.int32)), np.int32(vectors))
+        self._kernels.start("copy_blocks", launches.kv_blocks(len(pairs), vectors), arguments)
 
     def blocks_to_host(
-        self, cache: cupy.ndarray, host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]
+        self, cache: KVPool[cupy.ndarray], host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]
     ) -> PendingCopy:
         """Beside the kernels that are launched later."""
-        return self._transfers.to_host(cache, host, pairs)
+        return self._transfers.to_host(cache.data, host, pairs)
 
     def blocks_from_host(
-        self, host: NDArray[np.uint8], cache: cupy.ndarray, pairs: Sequence[tuple[int, int]]
+        self, host: NDArray[np.uint8], cache: KVPool[cupy.ndarray], pairs: Sequence[tuple[int, int]]
     ) -> PendingCopy:
         """Kernels that are launched later wait for it."""
-        return self._transfers.from_host(host, cache, pairs)
+        return self._transfers.from_host(host, cache.data, pairs)
 
     def _copy(self, destination: int, source: int, num_bytes: int) -> None:
         """Within the device."""
@@ -440,7 +431,3 @@ def _check(dimensions: Dimensions, element: str, cache_type: str) -> None:
             raise UnsupportedModelError(
                 f'The model\'s {name} is {size}; the CUDA kernels take multiples of 8. device="cpu" works.'
             )
-
-
-def _block_shape(shape: CacheShape) -> tuple[int, ...]:
-    return (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from minipaged.ops.base import Bias, Penalties, Sampled, SamplingBatch
+from minipaged.ops.cuda import launches
 from minipaged.ops.cuda.errors import cuda_errors
 from minipaged.ops.cuda.kernels import CudaKernels
 from minipaged.ops.cuda.memory import CudaMemory
@@ -51,10 +52,11 @@ class Sampler:
                 np.int32(len(penalties.rows)),
                 np.int32(vocab_size),
             )
-            self._kernels.launch("penalise", (-(-len(penalties.token_ids) // 512),), 512, arguments)
+            self._kernels.start("penalise", launches.penalise(len(penalties.token_ids)), arguments)
         if bias is not None:
             arrays = (logits, bias.rows, bias.token_ids, bias.values)
-            self._kernels.launch("add_bias", (num_rows,), 32, (*arrays, np.int32(len(bias.rows)), np.int32(vocab_size)))
+            sizes = (np.int32(len(bias.rows)), np.int32(vocab_size))
+            self._kernels.start("add_bias", launches.add_bias(num_rows), (*arrays, *sizes))
 
     def sample(
         self,
@@ -71,12 +73,12 @@ class Sampler:
         token_ids = results[of_tokens]
         arrays = (logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
         draws = (batch.seeds, batch.sample_index, batch.positions)
-        self._kernels.launch("sample", (num_rows,), 512, (*arrays, *draws, token_ids, np.int32(vocab_size)))
+        self._kernels.start("sample", launches.choose(num_rows), (*arrays, *draws, token_ids, np.int32(vocab_size)))
         if batch.num_logprobs < 0:
             return Sampled(self._fetch(token_ids), None, None, None)
         outputs = (results[of_own].view(np.float32), results[of_top], results[of_top_logprobs].view(np.float32))
         arguments = (raw_logits, token_ids, *outputs, np.int32(vocab_size), np.int32(num_top))
-        self._kernels.launch("logprobs", (num_rows,), 512, arguments)
+        self._kernels.start("logprobs", launches.choose(num_rows), arguments)
         host, shape = self._fetch(results), (num_rows, num_top)
         return Sampled(
             token_ids=host[of_tokens],

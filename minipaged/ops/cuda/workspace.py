@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from minipaged.ops.cuda.memory import CudaMemory
-from minipaged.ops.free_spans import FreeSpans
+from minipaged.ops.workspace import Places
 
 if TYPE_CHECKING:
     import cupy
@@ -24,18 +24,14 @@ NO_MEMORY = ALIGNMENT
 ENDLESS = 2**62
 
 
-class WorkspaceFullError(Exception):
-    """There is no room for an array."""
-
-
-class Span:
-    """Owner of a piece: it is free again when no array over it is referenced."""
+class _Owner:
+    """Every array over a place keeps its owner alive; when that is gone, the place is free again."""
 
 
 class Workspace:
-    """Hands out pieces: the same requests in the same order get the same addresses.
+    """Hands out arrays: the same requests in the same order get the same addresses.
 
-    A piece that is free again may still be read by work that was launched before; as all work that uses the workspace
+    A place that is free again may still be read by work that was launched before; as all work that uses the workspace
     is on one stream, what is written there next is written afterwards.
     """
 
@@ -43,16 +39,15 @@ class Workspace:
         self._memory = memory
         self._address = NO_MEMORY
         self._size = 0
-        self._highest = 0
         self.reset()
 
     def count(self, run: Callable[[], object]) -> int:
         """Bytes that `run` takes at most at a time. Its arrays have no memory: it must launch nothing."""
-        self._address, self._size, self._highest = NO_MEMORY, ENDLESS, 0
+        self._address, self._size = NO_MEMORY, ENDLESS
         self.reset()
         try:
             run()
-            return self._highest
+            return self._places.highest
         finally:
             self._size = 0
             self.reset()
@@ -66,36 +61,32 @@ class Workspace:
     def reset(self) -> None:
         """Everything is free; arrays handed out before must not be used again."""
         self._returned: deque[tuple[int, int]] = deque()
-        self._free = FreeSpans(self._size)
+        self._places = Places(self._size, ALIGNMENT)
 
     def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> cupy.ndarray:
         """An array, its content undefined. Raises `WorkspaceFullError`."""
         self._collect()
-        size = _aligned_size(shape, dtype)
-        start = self._free.take(size)
-        if start is None:
-            raise WorkspaceFullError
-        self._highest = max(self._highest, start + size)
-        return self._array(start, size, shape, dtype)
+        num_bytes = _num_bytes(shape, dtype)
+        return self._array(self._places.take(num_bytes), num_bytes, shape, dtype)
 
     def take_again(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> cupy.ndarray:
         """The array that was handed out at this address; its place must be free."""
         self._collect()
-        size, start = _aligned_size(shape, dtype), address - self._address
-        self._free.take_at(start, size)
-        return self._array(start, size, shape, dtype)
+        start, num_bytes = address - self._address, _num_bytes(shape, dtype)
+        self._places.take_at(start, num_bytes)
+        return self._array(start, num_bytes, shape, dtype)
 
-    def _array(self, start: int, size: int, shape: tuple[int, ...], dtype: DTypeLike) -> cupy.ndarray:
-        span = Span()
+    def _array(self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: DTypeLike) -> cupy.ndarray:
+        owner = _Owner()
         # Only noted: garbage is collected on any thread.
-        weakref.finalize(span, self._returned.append, (start, start + size)).atexit = False
-        return self._memory.array(self._address + start, shape, dtype, span)
+        weakref.finalize(owner, self._returned.append, (start, num_bytes)).atexit = False
+        return self._memory.array(self._address + start, shape, dtype, owner)
 
     def _collect(self) -> None:
-        """Pieces that were given back are free."""
+        """Make free the places whose owners are gone."""
         while self._returned:
-            self._free.give_back(*self._returned.popleft())
+            self._places.give_back(*self._returned.popleft())
 
 
-def _aligned_size(shape: tuple[int, ...], dtype: DTypeLike) -> int:
-    return -(-prod(shape) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
+def _num_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
+    return prod(shape) * np.dtype(dtype).itemsize

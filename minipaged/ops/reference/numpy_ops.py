@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from minipaged.errors import ConfigError
+from minipaged.kv.layout import KVLayout, Plane
 from minipaged.ops.base import (
     Batch,
     Bias,
-    CacheShape,
     Dimensions,
     ElementTypes,
     HostArray,
+    KVPool,
     Penalties,
     PendingCopy,
     Sampled,
@@ -59,7 +60,9 @@ class NumpyOps:
         """1 GiB, whatever the machine has."""
         return 2**30
 
-    def reserve(self, limits: StepLimits, shape: CacheShape, logits: Callable[[Batch[Array], Array], Array]) -> None:
+    def reserve(
+        self, limits: StepLimits, layout: KVLayout, logits: Callable[[Batch[Array], KVPool[Array]], Array]
+    ) -> None:
         """Nothing: arrays are allocated as they are needed."""
 
     def load_vector(self, tensors: Sequence[HostTensor]) -> Array:
@@ -70,14 +73,13 @@ class NumpyOps:
         """float32 [2 I], the gate's first."""
         return self.load_vector([gate, up])
 
-    def allocate_cache(self, shape: CacheShape, dtype: str) -> Array:
-        """Zeros [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
-        return np.zeros(_dimensions(shape), _kv_dtype(dtype))
+    def allocate_cache(self, layout: KVLayout, num_blocks: int) -> KVPool[Array]:
+        """Bytes [num_blocks, layout.bytes_per_block]."""
+        return KVPool(layout, num_blocks, self.allocate_host_cache(layout, num_blocks))
 
-    def allocate_host_cache(self, shape: CacheShape, dtype: str) -> NDArray[np.uint8]:
-        """Zeros [num_blocks, bytes per block]."""
-        num_blocks, *block = _dimensions(shape)
-        return np.zeros((num_blocks, int(np.prod(block)) * _kv_dtype(dtype).itemsize), np.uint8)
+    def allocate_host_cache(self, layout: KVLayout, num_blocks: int) -> NDArray[np.uint8]:
+        """Zeros."""
+        return np.zeros((num_blocks, layout.bytes_per_block), np.uint8)
 
     def upload(self, array: HostArray) -> Array:
         """A copy, so that the caller may reuse its buffer."""
@@ -114,25 +116,32 @@ class NumpyOps:
 
     # Blocks
 
-    def fill_blocks(self, cache: Array, blocks: Sequence[int], value: float) -> None:
-        """cache[blocks] = value."""
-        cache[list(blocks)] = np.float32(value).astype(cache.dtype)
+    def fill_blocks(self, cache: KVPool[Array], blocks: Sequence[int], value: float) -> None:
+        """Every element of every plane."""
+        for layer in range(cache.layout.num_layers):
+            for plane in cache.layout.planes:
+                elements = plane_elements(cache, layer, plane)
+                elements[list(blocks)] = np.float32(value).astype(elements.dtype)
 
-    def copy_blocks(self, cache: Array, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, cache: KVPool[Array], pairs: Sequence[tuple[int, int]]) -> None:
         """Every source is read before any destination is written."""
         sources, destinations = _columns(pairs)
-        cache[destinations] = cache[sources]
+        cache.data[destinations] = cache.data[sources]
 
-    def blocks_to_host(self, cache: Array, host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]) -> PendingCopy:
+    def blocks_to_host(
+        self, cache: KVPool[Array], host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]
+    ) -> PendingCopy:
         """Done when it returns."""
         device_blocks, host_blocks = _columns(pairs)
-        host[host_blocks] = _bytes(cache)[device_blocks]
+        host[host_blocks] = cache.data[device_blocks]
         return FinishedCopy()
 
-    def blocks_from_host(self, host: NDArray[np.uint8], cache: Array, pairs: Sequence[tuple[int, int]]) -> PendingCopy:
+    def blocks_from_host(
+        self, host: NDArray[np.uint8], cache: KVPool[Array], pairs: Sequence[tuple[int, int]]
+    ) -> PendingCopy:
         """Done when it returns."""
         host_blocks, device_blocks = _columns(pairs)
-        _bytes(cache)[device_blocks] = host[host_blocks]
+        cache.data[device_blocks] = host[host_blocks]
         return FinishedCopy()
 
 
@@ -141,22 +150,28 @@ def float32(array: Array) -> NDArray[np.float32]:
     return array.astype(np.float32, copy=False)
 
 
-def _dimensions(shape: CacheShape) -> tuple[int, ...]:
-    return (shape.num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+def plane_elements(cache: KVPool[Array], layer: int, plane: Plane) -> Array:
+    """One layer's plane of every block, [num_blocks, num_heads, block_size, width], a view of the pool.
+
+    A backend that orders a head's elements otherwise finds its own order in the last two axes taken together.
+    """
+    layout, size = cache.layout, plane.element_bytes
+    return np.ndarray(
+        shape=(cache.num_blocks, plane.num_heads, layout.block_size, plane.width),
+        dtype=_dtype(plane),
+        buffer=cache.data.data,
+        offset=layer * layout.layer_stride + plane.offset,
+        strides=(layout.bytes_per_block, plane.head_stride, plane.width * size, size),
+    )
 
 
-def _kv_dtype(name: str) -> np.dtype[np.generic]:
-    kinds: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16}
-    if name == "bfloat16":
+def _dtype(plane: Plane) -> np.dtype[np.generic]:
+    if plane.element_type == "bfloat16":
         import ml_dtypes
 
-        kinds["bfloat16"] = ml_dtypes.bfloat16
-    return np.dtype(kinds[name])
-
-
-def _bytes(cache: Array) -> NDArray[np.uint8]:
-    """The pool itself as [num_blocks, bytes per block]."""
-    return cache.reshape(len(cache), -1).view(np.uint8)
+        bfloat16: np.dtype[np.generic] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
+    return np.dtype(plane.element_type)
 
 
 def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:

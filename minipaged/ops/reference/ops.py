@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from minipaged.ops.base import Batch
-from minipaged.ops.reference.numpy_ops import Array, NumpyOps, float32
+from minipaged.kv.layout import ElementType
+from minipaged.ops.base import Batch, KVPool
+from minipaged.ops.reference.numpy_ops import Array, NumpyOps, float32, plane_elements
 from minipaged.ops.tensor import HostTensor
 
 Matrix = NDArray[np.float32]
@@ -26,7 +27,7 @@ class ReferenceOps(NumpyOps):
     """
 
     name = "reference"
-    kv_dtype = "float32"
+    kv_dtype: ElementType = "float32"
 
     # Loading
 
@@ -90,14 +91,15 @@ class ReferenceOps(NumpyOps):
         self,
         qkv: Array,
         rope: Array,
-        cache: Array,
+        cache: KVPool[Array],
         layer: int,
         batch: Batch[Array],
         num_query_heads: int,
         norms: tuple[Array, Array, float] | None,
     ) -> Array:
         """The rotated q, [T, num_query_heads, head_dim]."""
-        _, _, _, num_kv_heads, block_size, head_dim = cache.shape
+        layout = cache.layout
+        num_kv_heads, head_dim = layout.keys.num_heads, layout.keys.width
         heads = float32(qkv).reshape(len(qkv), num_query_heads + 2 * num_kv_heads, head_dim)
         q, k, v = np.split(heads, [num_query_heads, num_query_heads + num_kv_heads], axis=1)
         if norms is not None:
@@ -109,32 +111,33 @@ class ReferenceOps(NumpyOps):
         q = _rotate(q, cos, sin)
         k = _rotate(k, cos, sin)
 
-        block, offset = np.divmod(_indices(batch.slots), block_size)
-        cache[block, layer, 0, :, offset] = k.astype(cache.dtype)
-        cache[block, layer, 1, :, offset] = v.astype(cache.dtype)
+        block, offset = np.divmod(_indices(batch.slots), layout.block_size)
+        for plane, written in ((layout.keys, k), (layout.values, v)):
+            elements = plane_elements(cache, layer, plane)
+            elements[block, :, offset] = written.astype(elements.dtype)
         return q
 
     @np.errstate(all="ignore")
     def paged_attention(
-        self, query: Array, cache: Array, layer: int, batch: Batch[Array], scale: float, window: int | None
+        self, query: Array, cache: KVPool[Array], layer: int, batch: Batch[Array], scale: float, window: int | None
     ) -> Array:
-        """softmax(scale q k.T) v over each token's positions, [T, num_query_heads * head_dim]."""
+        """softmax(scale q k.T) v over the KV that each token sees, [T, num_query_heads * head_dim]."""
         num_tokens, num_query_heads, head_dim = query.shape
-        num_kv_heads, block_size = cache.shape[3:5]
+        layout = cache.layout
+        num_kv_heads, block_size = layout.keys.num_heads, layout.block_size
+        keys, values = plane_elements(cache, layer, layout.keys), plane_elements(cache, layer, layout.values)
         q = float32(query).reshape(num_tokens, num_kv_heads, num_query_heads // num_kv_heads, head_dim)
-        positions = _indices(batch.positions)
+        extents = _indices(batch.kv_extents)
         starts = _indices(batch.cu_seqlens)
         tables = _indices(batch.block_tables[_indices(batch.rows)])
 
         attended = np.empty_like(q)
         for start, end, table in zip(starts[:-1], starts[1:], tables, strict=True):
-            last = int(positions[start:end].max(initial=0))
-            blocks = table[: last // block_size + 1]
-            k = _by_head(cache[blocks, layer, 0])
-            v = _by_head(cache[blocks, layer, 1])
-            # One token at a time, so that what stands outside its positions is never touched: 0 * NaN would be NaN.
+            blocks = table[: -(-int(extents[start:end].max(initial=1)) // block_size)]
+            k, v = _by_head(keys[blocks]), _by_head(values[blocks])
+            # One token at a time, so that what it does not see is never touched: 0 * NaN would be NaN.
             for t in range(start, end):
-                stop = int(positions[t]) + 1
+                stop = int(extents[t])
                 first = 0 if window is None else max(0, stop - window)
                 scores = scale * (q[t] @ k[:, first:stop].swapaxes(1, 2))
                 attended[t] = _softmax(scores) @ v[:, first:stop]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from minipaged.models.files.model_source import open_model
 from minipaged.models.llama import Llama, load_llama
-from minipaged.ops.base import Batch, CacheShape
+from minipaged.ops.base import Batch
 from minipaged.ops.cpu.ops import CpuOps
 from minipaged.ops.cpu.packing import PackedMatrix
 from minipaged.ops.reference.numpy_ops import Array
@@ -35,10 +35,7 @@ class Machine:
         source = open_model(path)
         self.config = source.config
         self.llama: Llama[Array, PackedMatrix] = load_llama(source.checkpoint, source.config, self.ops, MAX_MODEL_LEN)
-        shape = CacheShape(
-            NUM_ROWS * COLUMNS, source.config.num_layers, source.config.num_kv_heads, BLOCK_SIZE, source.config.head_dim
-        )
-        self.cache = self.ops.allocate_cache(shape, "float32")
+        self.cache = self.ops.allocate_cache(source.config.kv_layout(BLOCK_SIZE, "float32"), NUM_ROWS * COLUMNS)
 
     def hidden(self, batch: Batch[Array]) -> Array:
         return self.llama.forward(batch, self.cache)
@@ -92,7 +89,7 @@ def test_replay_is_the_function(model: Path, steps: list[Step], seed: int) -> No
             result, expected = replayed.ops.replay(replayed.hidden, batch), called.hidden(batch)
         assert np.isfinite(called.ops.download(expected)).all()
         assert result.tobytes() == expected.tobytes()
-        assert replayed.cache.tobytes() == called.cache.tobytes()
+        assert replayed.cache.data.tobytes() == called.cache.data.tobytes()
 
 
 def test_logits_do_not_depend_on_which_other_tokens_sample(model: Path) -> None:

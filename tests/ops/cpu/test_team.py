@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,7 @@ import pytest
 from minipaged.errors import DeviceError
 from minipaged.ops.base import Batch
 from minipaged.ops.cpu import _kernels
-from minipaged.ops.cpu.commands import COMMAND_DTYPE
+from minipaged.ops.cpu.graph import RECORDS
 from minipaged.ops.cpu.ops import CpuOps
 from minipaged.ops.reference.numpy_ops import Array
 from tests.batches import TokenSpan, make_batch
@@ -70,7 +71,18 @@ def test_several_teams_at_once() -> None:
 
 
 def test_the_records_of_python_and_c_are_the_same() -> None:
-    assert COMMAND_DTYPE.itemsize == _kernels.COMMAND_BYTES
+    """Every field that Python fills in lies where C has it, none overlaps another, and all together leave no gap."""
+    for name, (op, num_bytes, places) in _kernels.layouts().items():
+        numbers = {field: number for number, field in enumerate(places, 1)}
+        packed = RECORDS[name].pack(numbers)
+        assert len(packed) == num_bytes <= (num_bytes if op < 0 else _kernels.COMMAND_BYTES)
+        end = 0
+        for offset, kind, field in sorted((offset, kind, field) for field, (offset, kind) in places.items()):
+            size = struct.calcsize(f"={kind}")
+            assert offset == -(-end // size) * size, f"{name} has a field before {field} that Python does not know"
+            assert struct.unpack_from(f"={kind}", packed, offset) == (numbers[field],)
+            end = offset + size
+        assert num_bytes == -(-end // 8) * 8, f"{name} has a last field that Python does not know"
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -80,9 +92,9 @@ def test_what_cannot_be_is_refused() -> None:
         CpuOps(0)
     team = _kernels.create_team(1)
     with pytest.raises(ValueError, match="no whole number of commands"):
-        _kernels.run(team, _kernels.supported()[0], np.zeros(3, np.uint8).view(np.void))
+        _kernels.run(team, _kernels.supported()[0], bytes(3))
     with pytest.raises(ValueError, match="unknown or not supported"):
-        _kernels.run(team, "x86-64-v9", np.zeros(1, COMMAND_DTYPE))
+        _kernels.run(team, "x86-64-v9", bytes(_kernels.COMMAND_BYTES))
 
 
 def run_program(program: str) -> str:

@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from minipaged.kv.layout import grouped_query_layout
+from minipaged.ops.cuda.launches import attention_combine, chunk_tile, decode_tile, kv_strides
 from tests.batches import shuffled_tables
 from tests.ops.cuda.emulated import Argument, Execution, Order, load
 from tests.ops.cuda.toolchain import CUDA
@@ -94,8 +96,16 @@ class Model:
         num_blocks = sum(-(-length // self.block_size) for length in self.lengths) + spare_blocks
         tables = shuffled_tables(generator, self.lengths, self.block_size, num_blocks=num_blocks)
         tables[tables == tables[tables < num_blocks].max()] = num_blocks - 1  # always the last block of the pool
+        layout = grouped_query_layout(
+            num_layers=NUM_LAYERS,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            element_type="bfloat16" if dtype == ml_dtypes.bfloat16 else "float16",
+        )
         shape = (num_blocks, NUM_LAYERS, 2, self.num_kv_heads, self.block_size, self.head_dim)
         cache = np.zeros(shape, dtype)  # pages that are never touched take no memory
+        assert cache[0].nbytes == layout.bytes_per_block
         cache[tables[tables < num_blocks]] = np.nan
         for span in spans:
             _, keys, values = self.vectors(span.row)
@@ -104,35 +114,30 @@ class Model:
                 cache[block, LAYER, 0, :, offset], cache[block, LAYER, 1, :, offset] = keys[position], values[position]
 
         query = np.concatenate([self.vectors(span.row)[0][span.start : span.end] for span in spans])
-        positions = np.concatenate([np.arange(span.start, span.end, dtype=np.int32) for span in spans])
+        kv_extents = np.concatenate([np.arange(span.start + 1, span.end + 1, dtype=np.int32) for span in spans])
         cu_seqlens = np.cumsum([0, *(span.end - span.start for span in spans)]).astype(np.int32)
         rows = np.array([span.row for span in spans], np.int32)
         max_splits = max(-(-span.end // SPLIT) for span in spans)
         partials = np.full((len(spans), self.num_query_heads, max_splits, self.head_dim + 4), np.nan, np.float32)
         out = np.full(query.shape, np.nan, dtype)
 
-        warps = 1 if kernel == "attention_decode" else 4 if self.head_dim <= 128 else 2
-        tile_rows, tile = warps * 16, 32 if self.head_dim <= 128 else 16
-        pitch, stages = self.head_dim + 8, 3 if warps == 1 else 2
-        shared = 2 * pitch * (stages * 2 * tile + tile_rows) + 4 * tile_rows * (self.head_dim + 4)
+        tile = {each.kernel: each for each in (decode_tile(self.head_dim), chunk_tile(self.head_dim))}[kernel]
+        launch = tile.launch(len(query), len(spans), self.num_kv_heads, self.group, max_splits)
+        combine = attention_combine(len(spans), self.num_query_heads, self.head_dim)
         options = (f"-DELEMENT={self.element}", f"-DHEAD_DIM={self.head_dim}", f"-DKV_SPLIT={SPLIT}")
         kernels = load(CUDA / "attention.cu", options, checked=checked).kernels
-        kernels[kernel].max_dynamic_shared_size_bytes = shared
+        kernels[kernel].max_dynamic_shared_size_bytes = launch.shared_bytes
         execution = Execution(order=order)
         window = np.int32(self.window or 0)
-        arguments: list[Argument] = [query, cache, positions, cu_seqlens, rows, tables, out, partials]
-        arguments += map(np.int32, (len(spans), self.num_query_heads, self.num_kv_heads, NUM_LAYERS, LAYER))
+        arguments: list[Argument] = [query, cache, kv_extents, cu_seqlens, rows, tables, out, partials]
+        arguments += map(np.int32, (len(spans), self.num_query_heads, self.num_kv_heads))
         arguments += map(np.int32, (self.block_size, tables.shape[1], window, max_splits))
-        grid = [
-            len(query) // max(1, tile_rows // self.group) + len(spans),
-            self.num_kv_heads * -(-self.group // tile_rows),
-            max_splits,
-        ]
-        kernels[kernel](grid, [warps * 32], [*arguments, np.float32(self.scale)], shared, execution=execution)
+        arguments += [*kv_strides(layout, LAYER), np.float32(self.scale)]
+        kernels[kernel](launch.grid, [launch.threads], arguments, launch.shared_bytes, execution=execution)
         kernels["attention_combine"](
-            [len(spans), self.num_query_heads],
-            [self.head_dim // 4],
-            [partials, positions, cu_seqlens, out, np.int32(self.num_query_heads), window, np.int32(max_splits)],
+            combine.grid,
+            [combine.threads],
+            [partials, kv_extents, cu_seqlens, out, np.int32(self.num_query_heads), window, np.int32(max_splits)],
             execution=execution,
         )
         return np.split(out.astype(np.float32), cu_seqlens[1:-1])

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tests.ops.cuda.emulated import DTYPES, Kernel, Module
-from tests.ops.cuda.fake_gpu import CudaError, Gpu, OutOfMemoryError, Queue, Work, host_bytes
+from tests.ops.cuda.fake_gpu import CudaError, Gpu, KernelRun, OutOfMemoryError, Queue, Wait, Work, host_bytes
 from tests.ops.cuda.fake_nvrtc import read_code
 
 HostArray = NDArray[np.generic]
@@ -136,7 +136,7 @@ class DeviceArray:
         self._memory.gpu.copy(result.ctypes.data, self.data.ptr, self.nbytes, queue)
         if blocking:
             self._memory.gpu.refuse_during_capture("a blocking copy")
-            queue.run_until(queue.end)
+            self._memory.gpu.run_until(queue, queue.end)
         return result
 
     def __array__(self, *_: object, **__: object) -> HostArray:
@@ -183,7 +183,7 @@ class Stream:
 
     def synchronize(self) -> None:
         self._gpu.refuse_during_capture("synchronisation with a stream")
-        self.queue.run_until(self.queue.end)
+        self._gpu.run_until(self.queue, self.queue.end)
 
     def record(self, event: Event | None = None) -> Event:
         event = event or Event(self._gpu)
@@ -193,8 +193,7 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         """What is put on this stream later runs after what was on the event's stream when it was recorded."""
         if event.recorded is not None:
-            queue, end = event.recorded
-            self._gpu.put(lambda: queue.run_until(end), self.queue)
+            self._gpu.put(Wait(*event.recorded), self.queue)
 
     def begin_capture(self, mode: int | None = None) -> None:
         if self.queue is self._gpu.default_queue:
@@ -246,8 +245,7 @@ class Event:
     def synchronize(self) -> None:
         self._gpu.refuse_during_capture("synchronisation with an event")
         if self.recorded is not None:
-            queue, end = self.recorded
-            queue.run_until(end)
+            self._gpu.run_until(*self.recorded)
 
 
 def get_elapsed_time(start: Event, end: Event) -> float:
@@ -264,7 +262,7 @@ def _advance(gpu: Gpu, queue: Queue, end: int) -> bool:
     gpu.refuse_during_capture("a query")
     done = queue.done >= end
     if not done:
-        queue.run_until(queue.done + 1)
+        gpu.run_until(queue, queue.done + 1)
     return done
 
 
@@ -367,7 +365,7 @@ class Function:
                 grid, block, arguments, shared_mem, execution=self._gpu.execution, allocations=self._gpu.allocations
             )
 
-        self._gpu.put(run, None if stream is None else stream.queue)
+        self._gpu.put(KernelRun(run), None if stream is None else stream.queue)
 
     def _argument(self, argument: Argument, index: int) -> HostArray | np.generic | bool | int | float | None:
         if argument is None:

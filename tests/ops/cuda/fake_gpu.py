@@ -1,13 +1,16 @@
-"""The fake GPU: device memory, an allocator, and streams that do their work as late as they may.
+"""The fake GPU: device memory, an allocator, and streams that do their work when it hurts most.
 
-What is put on a stream runs when somebody waits for it, so that a missing wait shows as old or poisoned data. Memory is
-poisoned when it is allocated and when it is freed. Work on a stream knows addresses, not arrays: like a real
+By default, what is put on a stream runs when somebody waits for it, so that a missing wait shows as old or poisoned
+data. What runs too early shows with the other timings, which let one stream overtake another where no event forbids it.
+Memory is poisoned when it is allocated and when it is freed. Work on a stream knows addresses, not arrays: like a real
 graph, a captured one does not keep alive what it reads.
 """
 
 from __future__ import annotations
 
 import ctypes
+import enum
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,6 +41,40 @@ class OutOfMemoryError(MemoryError):
     """As cupy.cuda.memory.OutOfMemoryError."""
 
 
+class Timing(enum.Enum):
+    """When work that was put on a stream runs. Always in the stream's order, and after the events it waits for."""
+
+    LATE = enum.auto()
+    """When somebody waits for it."""
+    AT_ONCE = enum.auto()
+    """Before the call that asks for it returns."""
+    EARLY_COPIES = enum.auto()
+    """Kernels when somebody waits for them, all else as soon as no kernel is before it."""
+    SHUFFLED = enum.auto()
+    """At any time, drawn at random."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Work that is done when another stream has got so far."""
+
+    queue: Queue
+    end: int
+
+    def __call__(self) -> None:
+        self.queue.run_until(self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRun:
+    """Work that takes long."""
+
+    run: Work
+
+    def __call__(self) -> None:
+        self.run()
+
+
 @dataclass(eq=False)
 class Queue:
     """The work of one stream."""
@@ -58,9 +95,18 @@ class Queue:
             self.done += 1
             work()
 
+    def is_ready(self, *, without_kernels: bool = False) -> bool:
+        """Whether its next piece of work could run now."""
+        if not self.pending:
+            return False
+        work = self.pending[0]
+        if isinstance(work, Wait):
+            return work.queue.done >= work.end
+        return not (without_kernels and isinstance(work, KernelRun))
+
 
 class Gpu:
-    """One device. `deferred=False` does all work at once, in the order in which it was asked for."""
+    """One device."""
 
     def __init__(
         self,
@@ -68,7 +114,8 @@ class Gpu:
         compute_capability: str = "80",
         memory_bytes: int = 64 << 20,
         checked: bool = False,
-        deferred: bool = True,
+        timing: Timing = Timing.LATE,
+        seed: int = 0,
         most_pinned_bytes: int = 1 << 30,
         is_unified: bool = False,
         execution: Execution | None = None,
@@ -76,7 +123,8 @@ class Gpu:
         self.compute_capability = compute_capability
         self.memory_bytes = memory_bytes
         self.checked = checked
-        self.deferred = deferred
+        self.timing = timing
+        self._random = random.Random(seed)
         self.is_unified = is_unified
         """Whether the host can read its memory, and CuPy was told to make use of that: CUPY_ENABLE_UMP=1."""
         self.execution = execution or Execution()
@@ -134,7 +182,9 @@ class Gpu:
             del self._sizes[address]
             self._view(address, size).fill(POISON)
 
-        self._append(drop, queue)
+        queue.pending.append(drop)  # garbage is collected at any time, also while other work runs
+        if self.timing is Timing.AT_ONCE:
+            queue.run_until(queue.end)
 
     def malloc(self, size: int) -> int:
         """cudaMalloc: memory that is not the pool's."""
@@ -218,8 +268,28 @@ class Gpu:
 
     def _append(self, work: Work, queue: Queue) -> None:
         queue.pending.append(work)
-        if not self.deferred:
-            queue.run_until(queue.end)
+        self._advance(queue)
+
+    def _advance(self, queue: Queue) -> None:
+        """Run what runs without being waited for, now that there is something new on the queue."""
+        match self.timing:
+            case Timing.LATE:
+                pass
+            case Timing.AT_ONCE:
+                queue.run_until(queue.end)
+            case Timing.EARLY_COPIES:
+                while ready := [each for each in self.queues if each.is_ready(without_kernels=True)]:
+                    ready[0].run_until(ready[0].done + 1)
+            case Timing.SHUFFLED:
+                for _ in range(self._random.choice((0, 0, 0, 1, 2, 5, 20))):
+                    if ready := [each for each in self.queues if each.is_ready()]:
+                        chosen = self._random.choice(ready)
+                        chosen.run_until(chosen.done + 1)
+
+    def run_until(self, queue: Queue, end: int) -> None:
+        """Somebody waits until the queue has got so far."""
+        queue.run_until(end)
+        self._advance(queue)
 
     def synchronize(self) -> None:
         """Wait for every stream."""
@@ -252,7 +322,7 @@ class Gpu:
                 host.fill(POISON)
             self.put(lambda: self._move(host, self.bytes_at(source, size)), target)
             if not pinned:
-                target.run_until(target.end)
+                self.run_until(target, target.end)
             return
         self.num_uploads += 1
         given = host_bytes(source, size)

@@ -1,20 +1,26 @@
-"""Launches of the simple kernels, with the grids that their comments ask for."""
+"""Launches of the simple kernels, as the backend does them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from tests.ops.cuda.emulated import Execution, Kernel, load
+from minipaged.kv.layout import ElementType, grouped_query_layout
+from minipaged.ops.cuda import launches
+from minipaged.ops.cuda.launches import Launch
+from tests.ops.cuda.emulated import Argument, Execution, Kernel, load
 from tests.ops.cuda.toolchain import CUDA
 
 Array = NDArray[np.generic]
 
 ELEMENTS: dict[str, DTypeLike] = {"__half": np.float16, "__nv_bfloat16": ml_dtypes.bfloat16, "float": np.float32}
 """By the type's name in C++."""
+
+KV_TYPES: dict[str, ElementType] = {"__half": "float16", "__nv_bfloat16": "bfloat16", "float": "float32"}
 
 
 def poisoned(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -43,18 +49,20 @@ class Kernels:
         module = load(CUDA / f"{name}.cu", (f"-DELEMENT={self.element}", *options), checked=self.checked)
         return module.kernels[name]
 
+    def run(self, kernel: Kernel, launch: Launch, arguments: Sequence[Argument]) -> None:
+        kernel(launch.grid, (launch.threads,), arguments, launch.shared_bytes, execution=self.execution)
+
     def embed(self, table: Array, indices: NDArray[np.int32]) -> Array:
         out = poisoned((len(indices), table.shape[1]), self.dtype)
         arguments = (table, indices, out, np.int32(table.shape[1]))
-        self.kernel("embed")((len(indices),), (128,), arguments, execution=self.execution)
+        self.run(self.kernel("embed"), launches.embed(len(indices)), arguments)
         return out
 
     def rms_norm(self, x: Array, weight: NDArray[np.float32], eps: float) -> Array:
         num_tokens, size = x.shape
         out = poisoned(x.shape, self.dtype)
-        threads = min(1024, -(-size // vectors_of(self.dtype) // 32) * 32)
         arguments = (x, weight, out, np.int32(size), np.float32(eps))
-        self.kernel("rms_norm")((num_tokens,), (threads,), arguments, execution=self.execution)
+        self.run(self.kernel("rms_norm"), launches.rms_norm(num_tokens, size, self.dtype.itemsize), arguments)
         return out
 
     def rope_and_cache(
@@ -68,39 +76,52 @@ class Kernels:
         num_query_heads: int,
         norms: tuple[NDArray[np.float32], NDArray[np.float32], float] | None,
     ) -> Array:
-        """`rope` is [max_model_len, head_dim / 2, 2]; `cache` as everywhere."""
+        """`rope` is [max_model_len, head_dim / 2, 2].
+
+        `cache` is [num_blocks, num_layers, K and V, num_kv_heads, block_size, head_dim].
+        """
         _, num_layers, _, num_kv_heads, block_size, head_dim = cache.shape
         num_tokens, num_heads = len(qkv), num_query_heads + 2 * num_kv_heads
         query = poisoned((num_tokens, num_query_heads, head_dim), self.dtype)
         q_norm, k_norm, eps = norms or (None, None, 0.0)
-        sizes = [np.int32(size) for size in (num_query_heads, num_kv_heads, num_layers, layer, block_size)]
-        arguments = (qkv, rope, positions, slots, q_norm, k_norm, query, cache, *sizes, np.float32(eps))
+        layout = grouped_query_layout(
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            element_type=KV_TYPES[self.element],
+        )
+        arguments = (
+            *(qkv, rope, positions, slots, q_norm, k_norm, query, cache),
+            *map(np.int32, (num_query_heads, num_kv_heads, block_size)),
+            *launches.kv_strides(layout, layer),
+            np.float32(eps),
+        )
         kernel = self.kernel("rope_and_cache", f"-DHEAD_DIM={head_dim}")
-        kernel((num_tokens, -(-num_heads // 4)), (128,), arguments, execution=self.execution)
+        self.run(kernel, launches.rope_and_cache(num_tokens, num_heads), arguments)
         return query
 
     def take(self, x: NDArray[np.float32], indices: NDArray[np.int32]) -> NDArray[np.float32]:
         words = x.shape[1]
         out = np.zeros((len(indices), words), np.int32)
         arguments = (x.view(np.int32), indices, out, np.int32(words))
-        self.kernel("take")((len(indices), -(-words // 1024)), (256,), arguments, execution=self.execution)
+        self.run(self.kernel("take"), launches.take(len(indices), words), arguments)
         return out.view(np.float32)
 
     def update_tables(self, tables: NDArray[np.int32], places: NDArray[np.int64], blocks: NDArray[np.int32]) -> None:
         """In place."""
         arguments = (tables, places, blocks, np.int32(len(places)))
-        self.kernel("update_tables")((-(-len(places) // 256),), (256,), arguments, execution=self.execution)
+        self.run(self.kernel("update_tables"), launches.update_tables(len(places)), arguments)
 
     def copy_blocks(self, cache: Array, pairs: NDArray[np.int32]) -> None:
         """In place."""
         vectors = cache[0].nbytes // 16
         # The kernel knows no element type; its pointer is to 16-byte vectors.
-        grid = (len(pairs) * -(-vectors // 1024),)
-        self.kernel("copy_blocks")(grid, (256,), (cache, pairs, np.int32(vectors)), execution=self.execution)
+        arguments = (cache, pairs, np.int32(vectors))
+        self.run(self.kernel("copy_blocks"), launches.kv_blocks(len(pairs), vectors), arguments)
 
     def fill_blocks(self, cache: Array, blocks: NDArray[np.int32], value: float) -> None:
         """In place."""
         vectors = cache[0].nbytes // 16
-        grid = (len(blocks) * -(-vectors // 1024),)
         arguments = (cache, blocks, np.float32(value), np.int32(vectors))
-        self.kernel("fill_blocks")(grid, (256,), arguments, execution=self.execution)
+        self.run(self.kernel("fill_blocks"), launches.kv_blocks(len(blocks), vectors), arguments)

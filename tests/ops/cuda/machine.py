@@ -10,17 +10,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from minipaged.config import Dtype
 from minipaged.engine.loading import dimensions_of
 from minipaged.models.files.model_source import open_model
 from minipaged.models.llama import load_llama
-from minipaged.ops.base import Batch, CacheShape, ElementTypes, StepLimits
+from minipaged.ops.base import Batch, ElementTypes, StepLimits
 from minipaged.ops.cuda import kernels as cuda_kernels
 from minipaged.ops.cuda import ops as cuda_ops
 from minipaged.ops.cuda.ops import CudaOps
@@ -64,6 +63,10 @@ def assert_nothing_left(gpu: Gpu) -> None:
     raise AssertionError(f"left on the GPU, and pinned on the host: {left}")
 
 
+DeviceType = Literal["float16", "bfloat16"]
+"""Of weights, activations and KV."""
+
+
 class Machine:
     """CudaOps with a tiny model on it, whose cache is full of NaN, and the same on ReferenceOps."""
 
@@ -71,7 +74,7 @@ class Machine:
         self,
         model: Path,
         *,
-        element: Dtype = "float16",
+        element: DeviceType = "float16",
         graphs: bool = True,
         max_tokens: int = 64,
         max_sequences: int = 12,
@@ -81,23 +84,21 @@ class Machine:
     ) -> None:
         source = open_model(model)
         self.config = source.config
-        self.shape = CacheShape(
-            num_blocks, self.config.num_layers, self.config.num_kv_heads, block_size, self.config.head_dim
-        )
+        self.layout = self.config.kv_layout(block_size, element)
         self.ops = CudaOps(graphs=graphs)
         types = ElementTypes(weights=element, cache="auto", stored="F32")
         self.ops.prepare(dimensions_of(self.config, block_size), types, no_progress)
         self.llama = load_llama(source.checkpoint, self.config, self.ops, max_model_len)
         limits = StepLimits(max_tokens, max_sequences, max_model_len)
         self.ops.reserve(
-            limits, self.shape, lambda batch, cache: self.llama.logits(self.llama.forward(batch, cache), batch)
+            limits, self.layout, lambda batch, cache: self.llama.logits(self.llama.forward(batch, cache), batch)
         )
-        self.cache = self.ops.allocate_cache(self.shape, element)
+        self.cache = self.ops.allocate_cache(self.layout, num_blocks)
         self.ops.fill_blocks(self.cache, range(num_blocks), math.nan)
 
         self.reference = ReferenceOps()
         self.reference_llama = load_llama(source.checkpoint, self.config, self.reference, max_model_len)
-        self.reference_cache = self.reference.allocate_cache(self.shape, element)
+        self.reference_cache = self.reference.allocate_cache(self.layout, num_blocks)
         self.reference.fill_blocks(self.reference_cache, range(num_blocks), math.nan)
 
     def logits(self, batch: Batch[cupy.ndarray]) -> cupy.ndarray:

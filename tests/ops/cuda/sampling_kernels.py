@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minipaged.ops.base import Bias, Penalties, Sampled, SamplingBatch
+from minipaged.ops.cuda import launches
 from tests.ops.cuda.emulated import Execution, Kernel, Order, load
 from tests.ops.cuda.toolchain import CUDA
 
-THREADS = 512
 Array = NDArray[np.generic]
 Logits = NDArray[np.float32]
 
@@ -30,9 +30,10 @@ def sample(
     num_rows, vocab_size = logits.shape
     execution = Execution(order=order)
     token_ids = np.full(num_rows, -2, np.int32)
+    launch = launches.choose(num_rows)
     kernel("sample", checked=checked)(
-        [num_rows],
-        [THREADS],
+        launch.grid,
+        [launch.threads],
         [
             logits,
             batch.temperature,
@@ -53,8 +54,8 @@ def sample(
     chosen = np.full(num_rows, 7, np.float32)
     top_ids, top_logprobs = np.full((num_rows, num_top), -2, np.int32), np.full((num_rows, num_top), 7, np.float32)
     kernel("logprobs", checked=checked)(
-        [num_rows],
-        [THREADS],
+        launch.grid,
+        [launch.threads],
         [raw_logits, token_ids, chosen, top_ids, top_logprobs, np.int32(vocab_size), np.int32(num_top)],
         execution=execution,
     )
@@ -74,9 +75,10 @@ def adjust_logits(
     execution = Execution(order=order)
     adjusted = logits.copy()
     if penalties is not None:
+        launch = launches.penalise(len(penalties.token_ids))
         kernel("penalise", checked=checked)(
-            [-(-len(penalties.token_ids) // THREADS)],
-            [THREADS],
+            launch.grid,
+            [launch.threads],
             [
                 adjusted,
                 penalties.rows,
@@ -92,9 +94,10 @@ def adjust_logits(
             execution=execution,
         )
     if bias is not None:
+        launch = launches.add_bias(num_rows)
         kernel("add_bias", checked=checked)(
-            [num_rows],
-            [32],
+            launch.grid,
+            [launch.threads],
             [adjusted, bias.rows, bias.token_ids, bias.values, np.int32(len(bias.rows)), np.int32(vocab_size)],
             execution=execution,
         )

@@ -28,7 +28,7 @@ from minipaged.config import DeviceName
 from minipaged.execution.runner import Runner
 from minipaged.models.files.model_source import open_model
 from minipaged.models.llama import load_llama
-from minipaged.ops.base import Array, CacheShape, Weight
+from minipaged.ops.base import Array, Weight
 from minipaged.ops.reference.ops import ReferenceOps
 from minipaged.settings import EngineSettings
 from minipaged.step import StepPlan, StepResult
@@ -37,7 +37,7 @@ from tests.engine.engines import minipaged_threads, tiny_engine
 from tests.engine.neighbours import TOGETHER, Recorder, check_company, random_jobs
 from tests.engine.test_engine_random import SETTINGS, one_request
 from tests.ops.cuda.fake_cupy import Function
-from tests.ops.cuda.fake_gpu import CudaError, Gpu
+from tests.ops.cuda.fake_gpu import CudaError, Gpu, Timing
 from tests.ops.cuda.machine import assert_nothing_left, use_fake_gpu
 from tests.tiny import write_tiny_model
 
@@ -68,9 +68,9 @@ def reference_logits(model: Path, token_ids: list[int]) -> NDArray[np.float32]:
     ops, source = ReferenceOps(), open_model(model)
     config, length = source.config, len(token_ids)
     llama = load_llama(source.checkpoint, config, ops, length)
-    shape = CacheShape(1, config.num_layers, config.num_kv_heads, length, config.head_dim)
+    cache = ops.allocate_cache(config.kv_layout(length, "float32"), 1)
     batch = make_batch(ops, [TokenSpan(0, 0, token_ids)], np.zeros((1, 1), np.int32), length, range(length))
-    return ops.download(llama.logits(llama.forward(batch, ops.allocate_cache(shape, "float32")), batch))
+    return ops.download(llama.logits(llama.forward(batch, cache), batch))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -95,6 +95,17 @@ def test_logits_are_the_same_bits_alone_and_in_any_company(model: Path) -> None:
                 np.testing.assert_allclose(logits, expected[length - 1], rtol=0, atol=TOLERANCE)
                 compared += 1
     assert compared >= len(recorder.logits)
+
+
+@pytest.mark.parametrize("timing", [Timing.EARLY_COPIES, Timing.SHUFFLED])
+def test_blocks_are_swapped_in_time_whatever_the_streams_do(model: Path, timing: Timing) -> None:
+    """With nothing but events to keep the copies of blocks and the kernels in order."""
+    recorder = Recorder()
+    jobs = random_jobs(recorder, seed=1, count=7)
+    common = EngineConfig(device="cuda", debug=True, max_model_len=160, num_blocks=120)
+    with use_fake_gpu(Gpu(memory_bytes=48 << 20, timing=timing)):
+        company: dict[str, EngineSettings] = {"swap": {**TOGETHER["swap"], "overlap": True, "num_blocks": 12}}
+        anyio.run(check_company, model, common, jobs, recorder, company)
 
 
 def is_beginning(one: tuple[int, ...], other: tuple[int, ...]) -> bool:

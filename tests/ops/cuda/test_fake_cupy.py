@@ -12,7 +12,7 @@ import pytest
 
 from tests.ops.cuda.emulated import EmulatorFault
 from tests.ops.cuda.fake_cupy import fake_cupy
-from tests.ops.cuda.fake_gpu import CudaError, Gpu, OutOfMemoryError
+from tests.ops.cuda.fake_gpu import CudaError, Gpu, OutOfMemoryError, Timing
 
 ADD = """
 extern "C" __global__ void add(float* x, float amount, int n) {
@@ -230,9 +230,50 @@ def test_shared_memory_by_architecture(capability: str, limit: int, monkeypatch:
 
 
 def test_work_may_be_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy = modules(Gpu(deferred=False), monkeypatch)
+    cupy = modules(Gpu(timing=Timing.AT_ONCE), monkeypatch)
     x = cupy.zeros(4, np.float32)
     out = np.frombuffer(cupy.cuda.alloc_pinned_memory(16), np.float32)
     add(cupy, x, 3)
     x.get(out=out, blocking=False)
     assert out.tolist() == [3] * 4
+
+
+def test_copies_overtake_the_kernels_of_other_streams_unless_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = modules(Gpu(timing=Timing.EARLY_COPIES), monkeypatch)
+    for waits, expected in ((False, 9.0), (True, 7.0)):
+        x = cupy.zeros(4, np.float32)
+        pinned = np.frombuffer(cupy.cuda.alloc_pinned_memory(16), np.float32)
+        pinned.fill(7)
+        kernels, copies = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+        with kernels:
+            add(cupy, x, 2)
+            if waits:
+                copies.wait_event(kernels.record())
+        x.set(pinned, stream=copies)
+        kernels.synchronize()
+        assert x.get(stream=copies).tolist() == [expected] * 4
+
+
+def test_a_random_order_is_one_that_the_events_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three streams add to the same array; who waits finds what was put before, the others find anything."""
+    found = set()
+    for seed in range(30):
+        cupy = modules(Gpu(timing=Timing.SHUFFLED, seed=seed), monkeypatch)
+        x, y = cupy.zeros(4, np.float32), cupy.zeros(4, np.float32)
+        pinned = np.frombuffer(cupy.cuda.alloc_pinned_memory(16), np.float32)
+        first, second, third = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
+        cupy.cuda.Stream.null.synchronize()
+        with first:
+            add(cupy, x, 1)
+            add(cupy, y, 1)
+            event = first.record()
+        with second:
+            second.wait_event(event)
+            add(cupy, x, 2)
+        with third:
+            y.get(out=pinned, blocking=False)
+            add(cupy, y, 0)
+        assert x.get(stream=second).tolist() == [3] * 4
+        third.synchronize()
+        found.add(float(pinned[0]))
+    assert found == {0, 1}

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from minipaged.ops.base import Batch
+from minipaged.kv.layout import grouped_query_layout
+from minipaged.ops.base import Batch, KVPool
 from minipaged.ops.cuda.ops import HEAD_DIMS
 from minipaged.ops.reference.ops import ReferenceOps
 from tests.ops.cuda.emulated import Execution, Order
@@ -121,10 +122,18 @@ def test_rope_and_cache(
     tokens = len(slots)
     qkv, positions = qkv[:tokens].copy(), positions[:tokens].copy()
     nothing = np.empty(0, np.int32)
-    batch: Batch[Array] = Batch(nothing, positions, slots, nothing, nothing, nothing, nothing, nothing)
+    batch: Batch[Array] = Batch(nothing, positions, nothing, slots, nothing, nothing, nothing, nothing, nothing)
+    layout = grouped_query_layout(
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        element_type="float32",
+    )
     expected_cache = float32(before)
+    pool: KVPool[Array] = KVPool(layout, num_blocks, expected_cache.reshape(num_blocks, -1).view(np.uint8))
     expected = REFERENCE.rope_and_cache(
-        float32(qkv), REFERENCE.load_rope(cos, sin), expected_cache, layer, batch, num_query_heads, norms
+        float32(qkv), REFERENCE.load_rope(cos, sin), pool, layer, batch, num_query_heads, norms
     )
     for kernels in ways(element, seed):
         cache = before.copy()
@@ -187,7 +196,7 @@ def test_fill_blocks(ways: Ways, element: str, vectors: int, value: float, seed:
     before = normal(np.random.default_rng(seed), (num_blocks, vectors * vectors_of(ELEMENTS[element])), element)
     blocks = data.draw(st.lists(st.integers(0, num_blocks - 1), min_size=1, unique=True))
     expected = before.copy()
-    REFERENCE.fill_blocks(expected, blocks, value)
+    expected[blocks] = np.float32(value).astype(before.dtype)
     for kernels in ways(element, seed):
         cache = before.copy()
         kernels.fill_blocks(cache, np.array(blocks, np.int32), value)

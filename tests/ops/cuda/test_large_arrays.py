@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from minipaged.ops.cuda.kernels import LINEAR, Tile
+from minipaged.ops.cuda import launches
+from minipaged.ops.cuda.launches import LINEAR, Tile
 from minipaged.ops.reference.ops import ReferenceOps
 from tests.ops.cuda.emulated import Execution, Kernel, load
 from tests.ops.cuda.kernels import Kernels
@@ -35,7 +36,8 @@ def test_rms_norm() -> None:
     x[-1] = np.arange(SIZE) % 7
     weight = np.linspace(0, 1, SIZE, dtype=np.float32)
     arguments = (x, weight, out, np.int32(SIZE), np.float32(1e-5))
-    kernel("rms_norm", "rms_norm")((NUM_ROWS,), (288,), arguments, execution=LAST)
+    launch = launches.rms_norm(NUM_ROWS, SIZE)
+    kernel("rms_norm", "rms_norm")(launch.grid, (launch.threads,), arguments, execution=LAST)
     expected = ReferenceOps().rms_norm(x[-1:].astype(np.float32), weight, 1e-5)
     np.testing.assert_allclose(out[-1:].astype(np.float32), expected.astype(np.float32), rtol=2e-3)
 
@@ -78,11 +80,12 @@ def multiply_last(tile: Tile, x: NDArray[np.float16], weight: NDArray[np.float16
     """The last tile of x @ weight.T + residual by a kernel; compared with NumPy's."""
     residual, out = np.zeros((2, len(x), len(weight)), np.float16)
     residual[-1, -tile.columns :] = np.arange(tile.columns) % 5
-    tiles = -(-len(x) // tile.rows) * -(-len(weight) // tile.columns)
+    launch = tile.launch(len(x), len(weight))
     function = kernel("linear", tile.kernel)
-    function.max_dynamic_shared_size_bytes = tile.shared_bytes
+    function.max_dynamic_shared_size_bytes = launch.shared_bytes
     sizes = [np.int32(size) for size in (len(x), len(weight), x.shape[1])]
-    function((tiles,), (128,), (x, weight, None, residual, out, *sizes), tile.shared_bytes, execution=LAST)
+    arguments = (x, weight, None, residual, out, *sizes)
+    function(launch.grid, (launch.threads,), arguments, launch.shared_bytes, execution=LAST)
     rows, columns = x[-tile.rows :].astype(np.float32), weight[-tile.columns :].astype(np.float32)
     expected = rows @ columns.T + residual[-tile.rows :, -tile.columns :]
     np.testing.assert_array_equal(out[-tile.rows :, -tile.columns :], expected.astype(np.float16))
@@ -113,23 +116,27 @@ def test_sampling() -> None:
     arguments = (logits, per_row, token_ids, per_row, per_row, np.zeros(num_rows, np.uint64))
     positions = np.zeros(num_rows, np.uint32)
     module = load(CUDA / "sampling.cu")
+    launch, bias_launch = launches.choose(num_rows), launches.add_bias(num_rows)
     module.kernels["sample"](
-        (num_rows,), (512,), (*arguments, positions, positions, token_ids, np.int32(vocab_size)), execution=LAST
+        launch.grid,
+        (launch.threads,),
+        (*arguments, positions, positions, token_ids, np.int32(vocab_size)),
+        execution=LAST,
     )
     assert token_ids[-1] == 77_777
     chosen, top = np.zeros(num_rows, np.float32), np.zeros((num_rows, 1), np.float32)
     top_ids = np.zeros((num_rows, 1), np.int32)
     module.kernels["logprobs"](
-        (num_rows,),
-        (512,),
+        launch.grid,
+        (launch.threads,),
         (logits, token_ids, chosen, top_ids, top, np.int32(vocab_size), np.int32(1)),
         execution=LAST,
     )
     assert top_ids[-1] == 77_777
     assert abs(chosen[-1]) < 1e-6
     module.kernels["add_bias"](
-        (num_rows,),
-        (32,),
+        bias_launch.grid,
+        (bias_launch.threads,),
         (
             logits,
             np.array([num_rows - 1], np.int32),

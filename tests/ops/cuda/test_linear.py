@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from minipaged.ops.cuda.kernels import GATED, LINEAR, LOGITS
+from minipaged.ops.cuda.launches import GATED, LINEAR, LOGITS
 from minipaged.ops.reference.ops import ReferenceOps
 from tests.ops.cuda.emulated import Execution, Order, load
 from tests.ops.cuda.toolchain import CUDA
 
-THREADS = 128
 Array = NDArray[np.generic]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -46,13 +45,14 @@ def linear(
     dtype = np.dtype(np.float32) if name.endswith("float32") else ELEMENTS[element]
     out = np.full((num_rows, num_columns // 2 if name.endswith("gated") else num_columns), np.nan, dtype)
     kernel = load(CUDA / "linear.cu", (f"-DELEMENT={element}",), checked=checked).kernels[name]
-    kernel.max_dynamic_shared_size_bytes = tile.shared_bytes
+    launch = tile.launch(num_rows, num_columns)
+    kernel.max_dynamic_shared_size_bytes = launch.shared_bytes
     added = (bias, residual) if tile in LINEAR else (bias,)
     kernel(
-        [-(-num_rows // tile.rows) * -(-num_columns // tile.columns)],
-        [THREADS],
+        launch.grid,
+        [launch.threads],
         [x, weight, *added, out, np.int32(num_rows), np.int32(num_columns), np.int32(depth)],
-        tile.shared_bytes,
+        launch.shared_bytes,
         execution=Execution(order=order),
     )
     return out.astype(np.float32)

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from minipaged.config import Dtype
 from minipaged.errors import ConfigError, DeviceError, ModelLoadError, UnsupportedModelError
 from minipaged.ops.base import Batch, Dimensions, ElementTypes, HostArray
 from minipaged.ops.cuda import batch as cuda_batch
 from minipaged.ops.cuda import ops as cuda_ops
+from minipaged.ops.cuda import sampling as cuda_sampling
 from minipaged.ops.cuda.ops import CudaOps
 from minipaged.ops.cuda.transfers import runs
 from minipaged.ops.cuda.weights import HOST_TYPES
@@ -28,8 +28,8 @@ from minipaged.ops.reference.ops import ReferenceOps
 from minipaged.progress import no_progress
 from tests.batches import NOWHERE, TokenSpan, make_batch
 from tests.ops.cuda.fake_cupy import Function, Graph, Stream
-from tests.ops.cuda.fake_gpu import CudaError, Gpu
-from tests.ops.cuda.machine import KV_SPLIT, Machine, use_fake_gpu
+from tests.ops.cuda.fake_gpu import CudaError, Gpu, Timing
+from tests.ops.cuda.machine import KV_SPLIT, DeviceType, Machine, use_fake_gpu
 from tests.ops.cuda.sampling_kernels import assert_equal, random_adjustments, random_batch, random_logits
 from tests.ops.encoded import float_tensor, random_tensor
 from tests.tiny import write_tiny_model
@@ -37,7 +37,7 @@ from tests.tiny import write_tiny_model
 if TYPE_CHECKING:
     import cupy
 
-ELEMENTS: tuple[Dtype, ...] = ("float16", "bfloat16")
+ELEMENTS: tuple[DeviceType, ...] = ("float16", "bfloat16")
 TOLERANCES = {"float16": 0.05, "bfloat16": 0.4}
 """Of logits up to 9, after two layers whose activations are rounded to the type; three times what is usual."""
 
@@ -85,12 +85,14 @@ def model_with_norms(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def machine(
     model: Path,
     *,
-    element: Dtype = "float16",
+    element: DeviceType = "float16",
     graphs: bool = True,
     max_model_len: int = MAX_MODEL_LEN,
     checked: bool = False,
+    timing: Timing = Timing.LATE,
+    seed: int = 0,
 ) -> Iterator[tuple[Machine, Gpu]]:
-    with use_fake_gpu(Gpu(memory_bytes=48 << 20, checked=checked)) as gpu:
+    with use_fake_gpu(Gpu(memory_bytes=48 << 20, checked=checked, timing=timing, seed=seed)) as gpu:
         made = Machine(model, element=element, graphs=graphs, max_model_len=max_model_len, num_blocks=NUM_BLOCKS)
         yield made, gpu
         made.ops.close()
@@ -110,8 +112,8 @@ def run(
 
 def assert_same_cache(made: Machine) -> None:
     """NaN where nothing was written."""
-    expected = made.reference_cache.astype(np.float32)
-    np.testing.assert_allclose(on_host(made.cache, "float16"), expected, rtol=0, atol=0.02)
+    expected = made.reference_cache.data.view(np.float16).astype(np.float32)
+    np.testing.assert_allclose(on_host(made.cache.data, "float16"), expected, rtol=0, atol=0.02)
 
 
 def on_host(array: cupy.ndarray, element: str) -> NDArray[np.float32]:
@@ -122,6 +124,13 @@ def on_host(array: cupy.ndarray, element: str) -> NDArray[np.float32]:
     host: Array = array.get()
     return host.view(HOST_TYPES[element]).astype(np.float32)
 
+
+in_any_timing = pytest.mark.parametrize(
+    ("timing", "seed"),
+    [(timing, 0) for timing in Timing] + [(Timing.SHUFFLED, seed) for seed in (1, 2, 3)],
+    ids=lambda value: value.name.lower() if isinstance(value, Timing) else None,
+)
+"""For tests of what runs beside something else, or while the host goes on."""
 
 Step = list[tuple[int, int]]
 """For some rows: how many tokens are computed."""
@@ -141,7 +150,7 @@ def random_steps(generator: np.random.Generator) -> list[Step]:
 @settings(max_examples=3)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_steps_of_any_kind_with_and_without_graphs(
-    model: Path, model_with_norms: Path, element: Dtype, seed: int
+    model: Path, model_with_norms: Path, element: DeviceType, seed: int
 ) -> None:
     """Close to the reference; the same bits with and without graphs, with attention in one launch or several."""
     generator = np.random.default_rng(seed)
@@ -150,7 +159,11 @@ def test_steps_of_any_kind_with_and_without_graphs(
     steps = [[(0, 60)], [(0, 60), (1, 4)], [(1, 61)], *random_steps(generator)]  # with several splits
     for graphs, most_partials in ((True, 1024), (False, 3)):
         path = model if element == "float16" else model_with_norms
-        with machine(path, element=element, graphs=graphs) as (made, _), pytest.MonkeyPatch.context() as patch:
+        timing = Timing.SHUFFLED if graphs else Timing.LATE
+        with (
+            machine(path, element=element, graphs=graphs, timing=timing, seed=seed) as (made, _),
+            pytest.MonkeyPatch.context() as patch,
+        ):
             patch.setattr(cuda_ops, "MOST_PARTIALS", most_partials)
             lengths, logits = [0] * NUM_ROWS, []
             for step in steps:
@@ -162,7 +175,7 @@ def test_steps_of_any_kind_with_and_without_graphs(
                 result, expected = run(made, spans)
                 logits.append(made.ops.download(result))
                 np.testing.assert_allclose(logits[-1], expected, rtol=0, atol=TOLERANCES[element])
-            results.append([*map(np.ndarray.tobytes, logits), on_host(made.cache, element).tobytes()])
+            results.append([*map(np.ndarray.tobytes, logits), on_host(made.cache.data, element).tobytes()])
     assert results[0] == results[1]
 
 
@@ -242,9 +255,20 @@ def test_a_decode_for_whose_graph_there_is_no_memory_goes_on_without(
             run(made, [TokenSpan(0, 5, [5])])
 
 
-def test_a_graph_keeps_its_own_place_when_others_run_between(model: Path) -> None:
-    """The result of a graph lives until the next step, whatever is computed from it."""
+def test_a_decode_for_which_the_workspace_is_too_small_goes_on_without_a_graph(model: Path) -> None:
+    """In memory of CuPy's pool, which a graph could not rely on."""
     with machine(model) as (made, _):
+        made.ops._workspace.allocate(1024, "a test")
+        for length in range(4):
+            result, expected = run(made, [TokenSpan(row, length, [row + 5]) for row in range(3)])
+            np.testing.assert_allclose(made.ops.download(result), expected, rtol=0, atol=TOLERANCES["float16"])
+            del result
+
+
+@in_any_timing
+def test_a_graph_keeps_its_own_place_when_others_run_between(model: Path, timing: Timing, seed: int) -> None:
+    """The result of a graph lives until the next step, whatever is computed from it."""
+    with machine(model, timing=timing, seed=seed) as (made, _):
         for length in range(4):
             for count in (3, 12, 1):
                 spans = [TokenSpan(row, length, [row + 5]) for row in range(count)]
@@ -255,9 +279,10 @@ def test_a_graph_keeps_its_own_place_when_others_run_between(model: Path) -> Non
                     np.testing.assert_allclose(made.ops.download(each), expected, rtol=0, atol=TOLERANCES["float16"])
 
 
-def test_steps_that_nobody_waits_for_do_not_overwrite_each_other(model: Path) -> None:
+@in_any_timing
+def test_steps_that_nobody_waits_for_do_not_overwrite_each_other(model: Path, timing: Timing, seed: int) -> None:
     """Descriptions of more steps than there are buffers are under way; each step writes its own tokens' KV."""
-    with machine(model) as (made, _):
+    with machine(model, timing=timing, seed=seed) as (made, _):
         for length in range(3 * cuda_batch.STEPS_UNDER_WAY):
             run(made, [TokenSpan(row, length, [7 * row + length]) for row in range(5)])
         assert_same_cache(made)
@@ -282,7 +307,7 @@ def test_block_tables_travel_as_what_changed(model: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
-def test_weights_in_every_encoding(model: Path, element: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_every_encoding(model: Path, element: DeviceType, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces; stacked, or row by row in turn."""
     generator = np.random.default_rng(3)
     with machine(model, element=element) as (made, _):
@@ -322,6 +347,22 @@ def test_choosing_tokens(model: Path, seed: int, num_logprobs: int) -> None:
         np.testing.assert_array_equal(ops.download(ops.take(on_device, ops.upload(rows))), raw[rows])
 
 
+def test_results_of_any_size_are_the_callers_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of later calls do not overwrite them. More log-probabilities may be asked for than there are tokens."""
+    monkeypatch.setattr(cuda_sampling, "RESULT_BYTES", 16)
+    generator = np.random.default_rng(0)
+    with machine(model) as (made, _):
+        kept = []
+        for num_logprobs, vocab_size in ((-1, 301), (64, 20), (0, 301), (64, 301), (2, 301)):
+            batch = random_batch(generator, 3, vocab_size, num_logprobs)
+            raw = random_logits(generator, 3, vocab_size)
+            on_device = made.ops.upload(raw)
+            sampled = made.ops.sample(on_device, on_device, uploaded(made.ops, batch))
+            kept.append((sampled, reference_sampling.sample(raw, raw, batch)))
+        for ours, expected in kept:
+            assert_equal(ours, expected)
+
+
 def uploaded(ops: CudaOps, host: T) -> T:
     """The same with its arrays on the device."""
     changes = {
@@ -332,11 +373,12 @@ def uploaded(ops: CudaOps, host: T) -> T:
     return replace(host, **changes)  # type: ignore[type-var]
 
 
-def test_blocks(model: Path) -> None:
+@in_any_timing
+def test_blocks(model: Path, timing: Timing, seed: int) -> None:
     """Filled, copied, swapped out and in; kernels that are launched meanwhile wait where they must."""
-    with machine(model) as (made, _):
+    with machine(model, timing=timing, seed=seed) as (made, _):
         ops, cache = made.ops, made.cache
-        host = ops.allocate_host_cache(replace(made.shape, num_blocks=8), "float16")
+        host = ops.allocate_host_cache(made.layout, 8)
         for block in range(6):
             ops.fill_blocks(cache, [block], block + 0.5)
         ops.copy_blocks(cache, [(1, 20), (2, 21)])
@@ -347,16 +389,55 @@ def test_blocks(model: Path) -> None:
         out.wait()
         assert out.done()
         assert host.view(np.float16)[[0, 3, 4], 0].tolist() == [5.5, 1.5, 2.5]
-        blocks = on_host(cache, "float16").reshape(NUM_BLOCKS, -1)
+        blocks = on_host(cache.data, "float16").reshape(NUM_BLOCKS, -1)
         for block, value in {20: 1.5, 21: 2.5, 30: 1.5, 31: 2.5, 32: 5.5, 40: 1.5, 41: 5.5}.items():
             assert (blocks[block] == value).all(), block
         back.wait()
         assert np.isnan(blocks[50:]).all()
 
 
+def test_uploads_are_aligned_and_stay_while_one_of_them_is_referenced(model: Path) -> None:
+    """Whatever is uploaded or computed meanwhile."""
+    with machine(model) as (made, _):
+        arrays: list[HostArray] = [np.arange(size) % 3 == 0 for size in (7, 300, 1, 17)]  # a byte each
+        uploads = made.ops.upload_together(arrays)
+        assert all(each.data.ptr % 16 == 0 for each in uploads)
+        kept = [uploads.pop(), uploads.pop(0)]
+        del uploads
+        others = [made.ops.upload(np.full(100, number, np.int32)) for number in range(3)]
+        for length in range(3):
+            run(made, [TokenSpan(row, length, [row + 5]) for row in range(3)])
+        for each, array in zip(kept, (arrays[-1], arrays[0]), strict=True):
+            np.testing.assert_array_equal(made.ops.download(each), array)
+        for number, other in enumerate(others):
+            assert (made.ops.download(other) == number).all()
+
+
+def test_a_new_cache_is_zeros(model: Path) -> None:
+    with machine(model) as (made, _):
+        cache = made.ops.allocate_cache(made.layout, 3)
+        assert cache.num_blocks == len(cache.data) == 3
+        assert not on_host(cache.data, "float16").any()
+
+
+@in_any_timing
+def test_closing_waits_for_kernels_and_copies_before_it_frees(
+    model: Path, timing: Timing, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with machine(model, timing=timing, seed=seed) as (made, gpu):
+        host = made.ops.allocate_host_cache(made.layout, 2)
+        made.ops.fill_blocks(made.cache, [5], 3)
+        made.ops.blocks_to_host(made.cache, host, [(5, 1)])
+        made.ops.fill_blocks(made.cache, [6], 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(made.ops._memory, "close", lambda: None)
+            made.ops.close()
+        assert not any(queue.pending for queue in gpu.queues)
+
+
 def test_blocks_are_copied_later_and_to_pinned_memory(model: Path) -> None:
     with machine(model) as (made, gpu):
-        host = made.ops.allocate_host_cache(replace(made.shape, num_blocks=2), "float16")
+        host = made.ops.allocate_host_cache(made.layout, 2)
         assert gpu.is_pinned(host.ctypes.data)
         copy = made.ops.blocks_to_host(made.cache, host, [(5, 1)])
         assert not copy.done()
@@ -465,12 +546,12 @@ def test_too_little_memory_is_a_device_error_that_says_what_to_do(model: Path) -
     with machine(model) as (made, _):
         advice = r"The GPU could not allocate \d+ bytes for .*out of memory.* Give a smaller kv_cache_memory"
         with pytest.raises(DeviceError, match=advice):
-            made.ops.allocate_cache(replace(made.shape, num_blocks=10**6), "float16")
+            made.ops.allocate_cache(made.layout, 10**6)
         with pytest.raises(DeviceError, match=advice):
             made.ops.load_matrix([float_tensor("F16", np.ones((1 << 13, 1 << 12)))])
         advice = r"The GPU could not lock \d+ bytes of host memory for 1000000 swapped.* Give a smaller swap_memory"
         with pytest.raises(DeviceError, match=advice):
-            made.ops.allocate_host_cache(replace(made.shape, num_blocks=10**6), "float16")
+            made.ops.allocate_host_cache(made.layout, 10**6)
 
 
 def test_a_failed_launch_is_a_device_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipaged.ops.cuda.memory import CudaMemory
-from minipaged.ops.cuda.workspace import Workspace, WorkspaceFullError
+from minipaged.ops.cuda.workspace import Workspace
+from minipaged.ops.workspace import WorkspaceFullError
 from tests.ops.cuda.fake_gpu import Gpu
 from tests.ops.cuda.machine import use_fake_gpu
 
@@ -77,4 +78,20 @@ def test_a_piece_that_is_claimed_again_is_in_use() -> None:
         assert address not in [other.data.ptr for other in others]
         with pytest.raises(WorkspaceFullError):
             workspace.take((1,), np.float32)
+        memory.close()
+
+
+def test_a_piece_that_was_given_back_is_whole() -> None:
+    with use_fake_gpu(Gpu(memory_bytes=1 << 20)):
+        memory = CudaMemory()
+        workspace = Workspace(memory)
+        workspace.allocate(1024, "a test")
+        for _ in range(3):
+            first, second = workspace.take((128,), np.float32), workspace.take((128,), np.float32)
+            with pytest.raises(WorkspaceFullError):
+                workspace.take((1,), np.float32)
+            address = first.data.ptr
+            del first
+            assert workspace.take((128,), np.float32).data.ptr == address
+            del second
         memory.close()

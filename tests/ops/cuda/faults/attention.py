@@ -44,9 +44,7 @@ FAULTS = (
         "wild 16-byte read",
     ),
     Fault("attention", "sees one position too many", "position + 1 : 0", "position + 2 : 0", WRONG_NUMBERS),
-    Fault(
-        "attention", "sees slots of nobody", "read.contains(position)", "(position < read.end + 8)", WRONG_NUMBERS
-    ),
+    Fault("attention", "sees slots of nobody", "read.contains(position)", "(position < read.end + 8)", WRONG_NUMBERS),
     Fault(
         "attention",
         "splits merged with the wrong scale",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from minipaged.kv.layout import grouped_query_layout
 from minipaged.ops.base import Bias, Penalties, SamplingBatch
+from minipaged.ops.cuda import launches
+from minipaged.ops.cuda.launches import GATED, LINEAR, Launch
 from minipaged.ops.reference import sampling as reference_sampling
 from tests.ops.cuda import attention_model, sampling_kernels
 from tests.ops.cuda.attention_model import SPLIT, LowScores, Model, Span
@@ -57,6 +60,14 @@ def assert_close(actual: Array, expected: Floats, *, atol: float = 1e-4) -> None
     np.testing.assert_allclose(actual.astype(np.float32), expected, rtol=2e-3, atol=atol)
 
 
+def launch(
+    module: ModuleApart, kernel: str, shape: Launch, arguments: Sequence[Argument], execution: Execution
+) -> None:
+    function = module.kernels[kernel]
+    function.max_dynamic_shared_size_bytes = max(shape.shared_bytes, function.max_dynamic_shared_size_bytes)
+    function(shape.grid, (shape.threads,), arguments, shape.shared_bytes, execution=execution)
+
+
 def run_rms_norm(module: ModuleApart, execution: Execution) -> None:
     """An eps that tells, so that it cannot be forgotten."""
     generator = RNG(0)
@@ -64,7 +75,7 @@ def run_rms_norm(module: ModuleApart, execution: Execution) -> None:
     weight = generator.standard_normal(SIZE).astype(np.float32)
     out = poisoned(rows.shape, np.float16)
     arguments = (rows, weight, out, np.int32(SIZE), np.float32(0.3))
-    module.kernels["rms_norm"]((3,), (96,), arguments, execution=execution)
+    launch(module, "rms_norm", launches.rms_norm(3, SIZE), arguments, execution)
     x = rows.astype(np.float32)
     assert_close(out, x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 0.3) * weight)
 
@@ -72,7 +83,7 @@ def run_rms_norm(module: ModuleApart, execution: Execution) -> None:
 def run_embed(module: ModuleApart, execution: Execution) -> None:
     table = RNG(0).standard_normal((7, SIZE)).astype(np.float16)
     indices, out = np.array([6, 0, 3], np.int32), poisoned((3, SIZE), np.float16)
-    module.kernels["embed"]((3,), (128,), (table, indices, out, np.int32(SIZE)), execution=execution)
+    launch(module, "embed", launches.embed(3), (table, indices, out, np.int32(SIZE)), execution)
     np.testing.assert_array_equal(out, table[indices])
 
 
@@ -86,9 +97,10 @@ def run_rope_and_cache(module: ModuleApart, execution: Execution) -> None:
     positions, slots = np.array([8, 2], np.int32), np.array([7, 2])
     q_norm, k_norm = generator.standard_normal((2, 80)).astype(np.float32)
     query, cache = poisoned((2, 3, 80), np.float16), np.zeros((2, 2, 2, 2, 4, 80), np.float16)
-    sizes = [np.int32(size) for size in (3, 2, 2, 1, 4)]
-    arguments: list[Argument] = [qkv, rope, positions, slots, q_norm, k_norm, query, cache, *sizes, np.float32(0.3)]
-    module.kernels["rope_and_cache"]((2, 2), (128,), arguments, execution=execution)
+    layout = grouped_query_layout(num_layers=2, num_kv_heads=2, head_dim=80, block_size=4, element_type="float16")
+    arguments: list[Argument] = [qkv, rope, positions, slots, q_norm, k_norm, query, cache]
+    arguments += [*map(np.int32, (3, 2, 4)), *launches.kv_strides(layout, 1), np.float32(0.3)]
+    launch(module, "rope_and_cache", launches.rope_and_cache(2, 7), arguments, execution)
 
     x = qkv[:, :5].astype(np.float32)
     x = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 0.3)
@@ -109,7 +121,7 @@ def run_copy_blocks(module: ModuleApart, execution: Execution) -> None:
     before: Array = RNG(0).integers(0, 256, (4, 1100 * 16), dtype=np.uint8)
     cache = before.copy()
     pairs = np.array([[3, 0], [2, 1]], np.int32)
-    module.kernels["copy_blocks"]((4,), (256,), (cache, pairs, np.int32(1100)), execution=execution)
+    launch(module, "copy_blocks", launches.kv_blocks(2, 1100), (cache, pairs, np.int32(1100)), execution)
     np.testing.assert_array_equal(cache, before[[3, 2, 2, 3]])
 
 
@@ -117,7 +129,7 @@ def run_fill_blocks(module: ModuleApart, execution: Execution) -> None:
     cache = np.zeros((4, 1100 * 8), np.float16)
     blocks = np.array([3, 1], np.int32)
     arguments = (cache, blocks, np.float32(0.1), np.int32(1100))
-    module.kernels["fill_blocks"]((4,), (256,), arguments, execution=execution)
+    launch(module, "fill_blocks", launches.kv_blocks(2, 1100), arguments, execution)
     np.testing.assert_array_equal(cache[[0, 2]], 0)
     np.testing.assert_array_equal(cache[[1, 3]], np.float16(0.1))
 
@@ -126,7 +138,7 @@ def run_take(module: ModuleApart, execution: Execution) -> None:
     """Rows of a little more than what one block of threads copies."""
     x: Array = RNG(0).integers(0, 99, (5, 1100), dtype=np.int32)
     indices, out = np.array([4, 0, 4], np.int32), np.zeros((3, 1100), np.int32)
-    module.kernels["take"]((3, 2), (256,), (x, indices, out, np.int32(1100)), execution=execution)
+    launch(module, "take", launches.take(3, 1100), (x, indices, out, np.int32(1100)), execution)
     np.testing.assert_array_equal(out, x[indices])
 
 
@@ -134,7 +146,7 @@ def run_update_tables(module: ModuleApart, execution: Execution) -> None:
     """One entry more than a block has threads."""
     tables = np.full((3, 200), -1, np.int32)
     places, blocks = RNG(0).permutation(600)[:257], np.arange(257, dtype=np.int32)
-    module.kernels["update_tables"]((2,), (256,), (tables, places, blocks, np.int32(257)), execution=execution)
+    launch(module, "update_tables", launches.update_tables(257), (tables, places, blocks, np.int32(257)), execution)
     expected = np.full(600, -1)
     expected[places] = blocks
     np.testing.assert_array_equal(tables.ravel(), expected)
@@ -145,10 +157,8 @@ def run_linear(module: ModuleApart, execution: Execution) -> None:
     x, weight = (RNG(0).integers(-4, 5, (rows, 1000)).astype(np.float16) for rows in (17, 34))
     residual = RNG(1).integers(-99, 100, (17, 34)).astype(np.float16) / 8  # where a sum is large, it is rounded
     out = poisoned((17, 34), np.float16)
-    kernel = module.kernels["linear_few"]
-    kernel.max_dynamic_shared_size_bytes = shared = 6 * (16 + 32) * 128 * 2
     sizes = [np.int32(size) for size in (17, 34, 1000)]
-    kernel((4,), (128,), (x, weight, None, residual, out, *sizes), shared, execution=execution)
+    launch(module, "linear_few", LINEAR[0].launch(17, 34), (x, weight, None, residual, out, *sizes), execution)
     sums = x.astype(np.float32) @ weight.astype(np.float32).T + residual
     np.testing.assert_array_equal(out, sums.astype(np.float16))
 
@@ -158,10 +168,8 @@ def run_gated_linear(module: ModuleApart, execution: Execution) -> None:
     x, weight = (RNG(0).integers(-2, 3, (rows, 72)).astype(np.float16) / 8 for rows in (17, 66))
     bias = RNG(1).standard_normal(66).astype(np.float32)
     out = poisoned((17, 33), np.float16)
-    kernel = module.kernels["linear_few_gated"]
-    kernel.max_dynamic_shared_size_bytes = shared = 4 * (16 + 64) * 128 * 2
     sizes = [np.int32(size) for size in (17, 66, 72)]
-    kernel((4,), (128,), (x, weight, bias, out, *sizes), shared, execution=execution)
+    launch(module, "linear_few_gated", GATED[0].launch(17, 66), (x, weight, bias, out, *sizes), execution)
     products = x.astype(np.float32) @ weight.astype(np.float32).T + bias
     gate, up = products[:, ::2], products[:, 1::2]
     assert_close(out, gate / (1 + np.exp(-gate)) * up, atol=1e-3)
@@ -230,7 +238,7 @@ def run_logprobs(module: ModuleApart, execution: Execution) -> None:
     chosen, top_ids = poisoned((6,), np.float32), poisoned((6, num_top), np.int32)
     top_logprobs = poisoned((6, num_top), np.float32)
     arguments = (logits, token_ids, chosen, top_ids, top_logprobs, np.int32(VOCAB_SIZE), np.int32(num_top))
-    module.kernels["logprobs"]((6,), (512,), arguments, execution=execution)
+    launch(module, "logprobs", launches.choose(6), arguments, execution)
     expected, expected_ids, expected_top = reference_sampling.logprobs(logits, token_ids, num_top)
     np.testing.assert_allclose(chosen.astype(np.float32), expected, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(top_ids, expected_ids)
