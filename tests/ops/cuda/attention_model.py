@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from minipaged.kv.layout import grouped_query_layout
 from minipaged.ops.cuda.launches import attention_combine, chunk_tile, decode_tile, kv_strides
 from tests.batches import shuffled_tables
 from tests.ops.cuda.emulated import Argument, Execution, Order, load
+from tests.ops.cuda.kv_layouts import KV_TYPES, slots_of, uneven_layout
 from tests.ops.cuda.toolchain import CUDA
 
 SPLIT = 64
@@ -96,22 +96,22 @@ class Model:
         num_blocks = sum(-(-length // self.block_size) for length in self.lengths) + spare_blocks
         tables = shuffled_tables(generator, self.lengths, self.block_size, num_blocks=num_blocks)
         tables[tables == tables[tables < num_blocks].max()] = num_blocks - 1  # always the last block of the pool
-        layout = grouped_query_layout(
+        layout = uneven_layout(
             num_layers=NUM_LAYERS,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             block_size=self.block_size,
-            element_type="bfloat16" if dtype == ml_dtypes.bfloat16 else "float16",
+            element_type=KV_TYPES[self.element],
         )
-        shape = (num_blocks, NUM_LAYERS, 2, self.num_kv_heads, self.block_size, self.head_dim)
-        cache = np.zeros(shape, dtype)  # pages that are never touched take no memory
-        assert cache[0].nbytes == layout.bytes_per_block
+        # Pages that are never touched take no memory.
+        cache = np.zeros((num_blocks, layout.bytes_per_block // dtype.itemsize), dtype)
+        key_slots, value_slots = slots_of(cache, layout, LAYER)
         cache[tables[tables < num_blocks]] = np.nan
         for span in spans:
             _, keys, values = self.vectors(span.row)
             for position in range(self.first_seen(span.start), span.end):
                 block, offset = tables[span.row, position // self.block_size], position % self.block_size
-                cache[block, LAYER, 0, :, offset], cache[block, LAYER, 1, :, offset] = keys[position], values[position]
+                key_slots[block, :, offset], value_slots[block, :, offset] = keys[position], values[position]
 
         query = np.concatenate([self.vectors(span.row)[0][span.start : span.end] for span in spans])
         kv_extents = np.concatenate([np.arange(span.start + 1, span.end + 1, dtype=np.int32) for span in spans])

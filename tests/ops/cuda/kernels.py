@@ -9,18 +9,17 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from minipaged.kv.layout import ElementType, grouped_query_layout
+from minipaged.kv.layout import grouped_query_layout
 from minipaged.ops.cuda import launches
 from minipaged.ops.cuda.launches import Launch
 from tests.ops.cuda.emulated import Argument, Execution, Kernel, load
+from tests.ops.cuda.kv_layouts import KV_TYPES
 from tests.ops.cuda.toolchain import CUDA
 
 Array = NDArray[np.generic]
 
 ELEMENTS: dict[str, DTypeLike] = {"__half": np.float16, "__nv_bfloat16": ml_dtypes.bfloat16, "float": np.float32}
 """By the type's name in C++."""
-
-KV_TYPES: dict[str, ElementType] = {"__half": "float16", "__nv_bfloat16": "bfloat16", "float": "float32"}
 
 
 def poisoned(shape: tuple[int, ...], dtype: DTypeLike) -> Array:

@@ -15,7 +15,7 @@ FAULTS = (
     Fault(
         "attention",
         "no barrier before the copy",
-        "if (tile > first_tile) __syncthreads();",
+        "if (tile > first()) __syncthreads();",
         "",
         "race in shared memory",
     ),
@@ -82,5 +82,12 @@ FAULTS = (
         "maximum[0] = maximum[1] = 0.0f;",
         WRONG_NUMBERS,
     ),
-    Fault("attention", "first layer always", "g.layer * 2 * value_offset", "0", WRONG_NUMBERS),
+    Fault("attention", "first layer always", "cache + g.key_offset", "cache", WRONG_NUMBERS),
+    Fault(
+        "attention",
+        "V as far apart as K",
+        "queried.kv_head * (g.value_head_stride - g.key_head_stride)",
+        "0",
+        WRONG_NUMBERS,
+    ),
 )

@@ -102,7 +102,13 @@ FAULTS = (
         "block = slot % block_size, offset = slot / block_size",
         "past the end of argument 7",
     ),
-    Fault("rope_and_cache", "value where key belongs", "* 2 + is_value)", "* 2)", "race in argument 7"),
+    Fault(
+        "rope_and_cache",
+        "value where key belongs",
+        "is_value ? value_offset",
+        "false ? value_offset",
+        "race in argument 7",
+    ),
     Fault("rope_and_cache", "norms swapped", "is_query ? q_norm : k_norm", "is_query ? k_norm : q_norm", WRONG_NUMBERS),
     Fault("rope_and_cache", "values normed", "!is_value && norm", "norm", WRONG_NUMBERS),
     Fault(
@@ -121,8 +127,18 @@ FAULTS = (
         WRONG_NUMBERS,
     ),
     Fault("rope_and_cache", "a step of the butterfly less", "distance = 16", "distance = 8", WRONG_NUMBERS),
-    Fault("rope_and_cache", "first layer always", "block * num_layers + layer", "block * num_layers", WRONG_NUMBERS),
-    Fault("rope_and_cache", "layers left out", "block * num_layers + layer", "block + layer", WRONG_NUMBERS),
+    Fault("rope_and_cache", "first layer always", "key_offset + kv_head", "kv_head", WRONG_NUMBERS),
+    Fault(
+        "rope_and_cache", "blocks of half the size", "block * block_stride", "block * block_stride / 2", WRONG_NUMBERS
+    ),
+    Fault("rope_and_cache", "heads of V in one place", "kv_head * value_head_stride", "0", "race in argument 7"),
+    Fault(
+        "rope_and_cache",
+        "V as far apart as K",
+        "kv_head * value_head_stride",
+        "kv_head * key_head_stride",
+        WRONG_NUMBERS,
+    ),
     Fault(
         "rope_and_cache",
         "wrong KV head",

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from minipaged.kv.layout import grouped_query_layout
 from minipaged.ops.base import Bias, Penalties, SamplingBatch
 from minipaged.ops.cuda import launches
 from minipaged.ops.cuda.launches import GATED, LINEAR, Launch
@@ -20,6 +19,7 @@ from tests.ops.cuda.attention_model import SPLIT, LowScores, Model, Span
 from tests.ops.cuda.emulated import Argument, Execution, Module
 from tests.ops.cuda.faults.apart import ModuleApart
 from tests.ops.cuda.kernels import Array, poisoned
+from tests.ops.cuda.kv_layouts import slots_of, uneven_layout
 from tests.ops.cuda.toolchain import CUDA
 
 RNG = np.random.default_rng
@@ -96,8 +96,8 @@ def run_rope_and_cache(module: ModuleApart, execution: Execution) -> None:
     rope = np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
     positions, slots = np.array([8, 2], np.int32), np.array([7, 2])
     q_norm, k_norm = generator.standard_normal((2, 80)).astype(np.float32)
-    query, cache = poisoned((2, 3, 80), np.float16), np.zeros((2, 2, 2, 2, 4, 80), np.float16)
-    layout = grouped_query_layout(num_layers=2, num_kv_heads=2, head_dim=80, block_size=4, element_type="float16")
+    layout = uneven_layout(num_layers=2, num_kv_heads=2, head_dim=80, block_size=4, element_type="float16")
+    query, cache = poisoned((2, 3, 80), np.float16), np.zeros((2, layout.bytes_per_block // 2), np.float16)
     arguments: list[Argument] = [qkv, rope, positions, slots, q_norm, k_norm, query, cache]
     arguments += [*map(np.int32, (3, 2, 4)), *launches.kv_strides(layout, 1), np.float32(0.3)]
     launch(module, "rope_and_cache", launches.rope_and_cache(2, 7), arguments, execution)
@@ -111,8 +111,8 @@ def run_rope_and_cache(module: ModuleApart, execution: Execution) -> None:
     rotated = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     assert_close(query, rotated[:, :3], atol=1e-3)
     expected = np.zeros_like(cache)
-    expected[slots // 4, 1, 0, :, slots % 4] = rotated[:, 3:]
-    expected[slots // 4, 1, 1, :, slots % 4] = qkv[:, 5:]
+    for elements, written in zip(slots_of(expected, layout, 1), (rotated[:, 3:], qkv[:, 5:]), strict=True):
+        elements[slots // 4, :, slots % 4] = written
     assert_close(cache, expected.astype(np.float32), atol=1e-3)
 
 
