@@ -31,9 +31,9 @@ from minipaged.config import EngineConfig
 from minipaged.engine.devices import with_device
 from minipaged.models.files.hub import default_model_path
 from minipaged.models.files.model_source import ModelSource, open_model
-from minipaged.models.llama import load_llama
 from minipaged.ops.base import Array, Batch, HostArray, Ops, Weight
 from minipaged.ops.cpu.threads import default_num_threads
+from minipaged.progress import no_progress
 
 BLOCK_SIZE = 16
 Logits = NDArray[np.float32]
@@ -59,7 +59,7 @@ def minipaged_logits(source: ModelSource, device: Literal["cpu", "reference"], t
     def compute(ops: Ops[Array, Weight]) -> Logits:
         config, length = source.config, len(token_ids)
         num_blocks = -(-length // BLOCK_SIZE)
-        model = load_llama(source.checkpoint, config, ops, length)
+        model = source.architecture.load(source.checkpoint, config, ops, length, no_progress)
         everything = np.arange(length, dtype=np.int32)
         host: Batch[HostArray] = Batch(
             token_ids=np.array(token_ids, np.int32),

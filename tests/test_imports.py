@@ -20,6 +20,7 @@ FLOORS = (
     ("execution", "scheduling"),
     ("text",),
     ("models.files",),
+    ("models.architectures",),
     ("models",),
     ("ops.cpu", "ops.cuda"),
     ("ops.reference",),

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from minipaged.models.config import DefaultRope, ModelConfig
-from minipaged.models.tensor_check import expected_shapes
+from minipaged.models.llama_tensors import expected_shapes
 
 
 def write_random_model(folder: Path, model: ModelConfig) -> Path:

@@ -19,7 +19,6 @@ from minipaged.execution.runner import Runner
 from minipaged.models.config import ModelConfig
 from minipaged.models.files.hub import resolve_model
 from minipaged.models.files.model_source import ModelSource, open_model
-from minipaged.models.llama import load_llama
 from minipaged.ops.base import Array, Dimensions, ElementTypes, Ops, StepLimits, Weight
 from minipaged.progress import Progress
 from minipaged.text.chat import ChatTemplate
@@ -136,9 +135,9 @@ def _make_runner(
         return plan_capacity(config, model, layout, memory, ops.max_batched_tokens)
 
     most = plan()  # before the weights take their part, so that what cannot fit is refused before they are read
-    llama = load_llama(source.checkpoint, model, ops, most.max_model_len, progress)
+    loaded = source.architecture.load(source.checkpoint, model, ops, most.max_model_len, progress)
     limits = StepLimits(most.max_batched_tokens, config.max_running, most.max_model_len)
-    ops.reserve(limits, layout, lambda batch, cache: llama.logits(llama.forward(batch, cache), batch))
+    ops.reserve(limits, layout, lambda batch, cache: loaded.logits(loaded.forward(batch, cache), batch))
     capacity = plan()
     try:
         cache = ops.allocate_cache(layout, capacity.num_blocks)
@@ -150,7 +149,7 @@ def _make_runner(
         ) from error
     runner = Runner(
         ops,
-        llama,
+        loaded,
         cache,
         host_cache,
         config,

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from dataclasses import dataclass, field
-from typing import Generic, Protocol
+from typing import Generic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from minipaged.config import EngineConfig
 from minipaged.errors import DeviceError, RequestFailedError
 from minipaged.execution.rows import Int32, Rows, StepArrays
 from minipaged.execution.sampling import SamplingState, Selection
+from minipaged.models.architecture import Model
 from minipaged.ops.base import Array, Batch, HostArray, KVPool, Ops, PendingCopy, Sampled, Weight
 from minipaged.ops.reference.sampling import logprobs
 from minipaged.output import TokenLogprob
@@ -22,16 +23,6 @@ from minipaged.step import Logprobs, SequenceResult, StepPlan, StepResult
 
 PROMPT_LOGPROBS_ELEMENTS = 2**24
 """Most logits held at a time for prompt log-probabilities: 64 MiB of float32."""
-
-
-class Model(Protocol[Array]):
-    """The forward pass, as the runner sees it."""
-
-    def forward(self, batch: Batch[Array], cache: KVPool[Array]) -> Array:
-        """Write the KV of the batch's T tokens; returns what `logits` needs of them, [T, hidden]."""
-
-    def logits(self, hidden: Array, batch: Batch[Array]) -> Array:
-        """Float32 logits [N, vocab_size] of the N tokens `batch.sampled`, at least one."""
 
 
 @dataclass(slots=True)

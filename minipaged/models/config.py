@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from minipaged.kv.layout import ElementType, KVLayout, grouped_query_layout
-
-Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +60,8 @@ RopeScaling = DefaultRope | LinearRope | Llama3Rope | YarnRope | FactorsRope
 class ModelConfig:
     """Sizes are numbers of elements; `num_query_heads` is a multiple of `num_kv_heads`."""
 
-    architecture: Architecture
+    architecture: str
+    """Its name in the registry."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int

@@ -1,56 +1,19 @@
-"""Which tensors a model has, and the strict comparison of a checkpoint with that."""
+"""The strict comparison of a checkpoint with the tensors that a model of the Llama family reads."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import numpy as np
 
 from minipaged.errors import ModelLoadError
 from minipaged.models.checkpoint import Checkpoint, StoredTensor
 from minipaged.models.config import ModelConfig
-
-_MODEL: Mapping[str, tuple[str, ...]] = {
-    "model.embed_tokens.weight": ("vocab", "hidden"),
-    "model.norm.weight": ("hidden",),
-}
-_LAYER: Mapping[str, tuple[str, ...]] = {
-    "input_layernorm.weight": ("hidden",),
-    "self_attn.q_proj.weight": ("query heads", "hidden"),
-    "self_attn.k_proj.weight": ("KV heads", "hidden"),
-    "self_attn.v_proj.weight": ("KV heads", "hidden"),
-    "self_attn.o_proj.weight": ("hidden", "query heads"),
-    "post_attention_layernorm.weight": ("hidden",),
-    "mlp.gate_proj.weight": ("intermediate", "hidden"),
-    "mlp.up_proj.weight": ("intermediate", "hidden"),
-    "mlp.down_proj.weight": ("hidden", "intermediate"),
-}
-_QKV_BIAS: Mapping[str, tuple[str, ...]] = {
-    "self_attn.q_proj.bias": ("query heads",),
-    "self_attn.k_proj.bias": ("KV heads",),
-    "self_attn.v_proj.bias": ("KV heads",),
-}
-_OUTPUT_BIAS: Mapping[str, tuple[str, ...]] = {"self_attn.o_proj.bias": ("hidden",)}
-_MLP_BIAS: Mapping[str, tuple[str, ...]] = {
-    "mlp.gate_proj.bias": ("intermediate",),
-    "mlp.up_proj.bias": ("intermediate",),
-    "mlp.down_proj.bias": ("hidden",),
-}
-_QK_NORM: Mapping[str, tuple[str, ...]] = {
-    "self_attn.q_norm.weight": ("head_dim",),
-    "self_attn.k_norm.weight": ("head_dim",),
-}
+from minipaged.models.llama_tensors import EMBEDDING, HEAD, axis_sizes, expected_axes, expected_shapes
 
 # Buffers that old versions of transformers saved; the rotation is computed from the configuration.
 _RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
-
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the model reads, in the order of its forward pass, with its shape."""
-    sizes = _sizes(config)
-    return {name: tuple(sizes[axis] for axis in axes) for name, axes in _expected_axes(config).items()}
 
 
 def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
@@ -81,40 +44,14 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
         )
 
 
-def _expected_axes(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    layer = dict(_LAYER)
-    for wanted, tensors in (
-        (config.attention_bias, _QKV_BIAS),
-        (config.attention_output_bias, _OUTPUT_BIAS),
-        (config.mlp_bias, _MLP_BIAS),
-        (config.qk_norm, _QK_NORM),
-    ):
-        layer |= tensors if wanted else {}
-    axes = dict(_MODEL)
-    for index in range(config.num_layers):
-        axes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    return axes if config.tie_word_embeddings else axes | {_HEAD: ("vocab", "hidden")}
-
-
-def _sizes(config: ModelConfig) -> dict[str, int]:
-    return {
-        "vocab": config.vocab_size,
-        "hidden": config.hidden_size,
-        "intermediate": config.intermediate_size,
-        "query heads": config.num_query_heads * config.head_dim,
-        "KV heads": config.num_kv_heads * config.head_dim,
-        "head_dim": config.head_dim,
-    }
-
-
 def _is_harmless(tensor: StoredTensor, checkpoint: Checkpoint, config: ModelConfig) -> bool:
-    if tensor.name != _HEAD or not config.tie_word_embeddings:
+    if tensor.name != HEAD or not config.tie_word_embeddings:
         return _RECOMPUTED.fullmatch(tensor.name) is not None
-    embedding = checkpoint.tensors[_EMBEDDING]
+    embedding = checkpoint.tensors[EMBEDDING]
     same = tensor.shape == embedding.shape and tensor.encoding == embedding.encoding
     if not (same and np.array_equal(tensor.data, embedding.data)):
         raise ModelLoadError(
-            f"{checkpoint.path} holds {_HEAD} that differs from {_EMBEDDING}, although tie_word_embeddings is true, "
+            f"{checkpoint.path} holds {HEAD} that differs from {EMBEDDING}, although tie_word_embeddings is true, "
             "which makes them one. Set it to false to use the head, or take the tensor out of the checkpoint."
         )
     return True
@@ -125,7 +62,7 @@ def _cause_of_shape(stored: StoredTensor, expected: tuple[int, ...], config: Mod
         return "It looks transposed: a matrix is stored as [output features, input features]."
     if len(stored.shape) != len(expected):
         return "The checkpoint may be of another architecture than the configuration."
-    axes = _expected_axes(config)[stored.name]
+    axes = expected_axes(config)[stored.name]
     axis, found = next(
         (axis, found) for axis, found, size in zip(axes, stored.shape, expected, strict=True) if found != size
     )
@@ -148,13 +85,13 @@ def _cause_of_shape(stored: StoredTensor, expected: tuple[int, ...], config: Mod
         "head_dim": "head_dim",
     }
     if axis in keys:
-        return f"The configuration has {keys[axis]} {_sizes(config)[axis]}: set {keys[axis]} to {found}."
+        return f"The configuration has {keys[axis]} {axis_sizes(config)[axis]}: set {keys[axis]} to {found}."
     return "The numbers of heads or head_dim in the configuration are not this checkpoint's."
 
 
 def _cause_of_missing(name: str, checkpoint: Checkpoint, config: ModelConfig) -> str:
     num_stored = _num_layers(checkpoint.tensors)
-    if name == _HEAD:
+    if name == HEAD:
         return "If the model uses its embedding table as the head, set tie_word_embeddings to true."
     if 0 < num_stored < config.num_layers and name.startswith(f"model.layers.{num_stored}."):
         return (

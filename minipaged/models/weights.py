@@ -8,7 +8,8 @@ from typing import Generic, TypeVar
 
 from minipaged.models.checkpoint import Checkpoint
 from minipaged.models.config import ModelConfig
-from minipaged.models.tensor_check import check_tensors, expected_shapes
+from minipaged.models.llama_tensors import expected_shapes
+from minipaged.models.tensor_check import check_tensors
 from minipaged.ops.base import Array, Ops, Weight
 from minipaged.ops.tensor import HostTensor
 from minipaged.progress import Progress, no_progress

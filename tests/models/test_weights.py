@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from minipaged.errors import ModelLoadError
 from minipaged.models.files.model_source import ModelSource, open_model
-from minipaged.models.tensor_check import check_tensors, expected_shapes
+from minipaged.models.llama_tensors import expected_shapes
+from minipaged.models.tensor_check import check_tensors
 from minipaged.models.weights import load_weights
 from minipaged.ops.reference.ops import ReferenceOps
 from minipaged.ops.tensor import HostTensor

@@ -25,7 +25,7 @@ from benchmarks.gpu.transformers_peer import ABSENT, TransformersPeer, has_trans
 from minipaged import Engine, EngineConfig, SamplingParams
 from minipaged.engine.loading import LoadedModel, load_onto
 from minipaged.models.config import ModelConfig
-from minipaged.models.tensor_check import expected_shapes
+from minipaged.models.llama_tensors import expected_shapes
 from minipaged.progress import Progress
 
 LIMIT_BAR, PEER_BAR, PEER_BAR_BATCH = 0.75, 5.0, 64

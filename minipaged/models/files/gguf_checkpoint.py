@@ -9,27 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minipaged.errors import ModelLoadError
+from minipaged.models.architecture import GGUFNames
+from minipaged.models.architectures.registry import ARCHITECTURES
 from minipaged.models.checkpoint import Checkpoint, StoredTensor
 from minipaged.models.config import ModelConfig
 from minipaged.models.files.gguf_config import ROPE_FACTORS, parse_gguf_config
 from minipaged.models.files.gguf_file import read_gguf
 
 _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-
-_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +69,21 @@ def _parts(path: Path) -> list[Path]:
 
 
 def _as_in_hugging_face(tensor: StoredTensor, config: ModelConfig) -> StoredTensor:
-    """Under the name it has there; q and k of Llama-like models with the number of their permuted heads."""
+    """Under the name it has there; q and k with the number of their heads, if these are permuted."""
+    names = ARCHITECTURES[config.architecture].gguf
+    assert names is not None
     heads = {}
-    if config.architecture == "llama":
+    if names.has_permuted_heads:
         heads = {"self_attn.q_proj": config.num_query_heads, "self_attn.k_proj": config.num_kv_heads}
-    name = _hugging_face_name(tensor.name)
+    name = _hugging_face_name(tensor.name, names)
     module = re.sub(r"model\.layers\.\d+\.|\.(weight|bias)$", "", name)
     return dataclasses.replace(tensor, name=name, num_permuted_heads=heads.get(module))
 
 
-def _hugging_face_name(name: str) -> str:
+def _hugging_face_name(name: str, names: GGUFNames) -> str:
     """The tensor's name in a Hugging Face checkpoint, or the same name if it is none of these models'."""
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if layer is not None and layer[2] in _LAYER_NAMES:
-        return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{layer[3]}"
+    if layer is not None and layer[2] in names.layer_modules:
+        return f"model.layers.{layer[1]}.{names.layer_modules[layer[2]]}.{layer[3]}"
     module, _, kind = name.rpartition(".")
-    return f"{_NAMES[module]}.{kind}" if module in _NAMES else name
+    return f"{names.modules[module]}.{kind}" if module in names.modules else name

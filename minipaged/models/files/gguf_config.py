@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from minipaged.errors import ModelLoadError
+from minipaged.models.architecture import Architecture
+from minipaged.models.architectures.registry import GGUF_ARCHITECTURES
 from minipaged.models.config import (
-    Architecture,
     DefaultRope,
     FactorsRope,
     LinearRope,
@@ -20,9 +21,6 @@ from minipaged.models.config import (
 )
 from minipaged.models.files.attention_heads import read_heads
 from minipaged.models.files.fields import Fields
-
-ARCHITECTURES: Mapping[str, Architecture] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""By general.architecture. Mistral models are converted as "llama"."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor that holds what `FactorsRope` does; it belongs to the configuration."""
@@ -66,7 +64,7 @@ def parse_gguf_config(
     vocab_size = _vocab_size(general, fields)
     window = fields.integer("attention.sliding_window", 0, at_least=0) or None
     return ModelConfig(
-        architecture=architecture,
+        architecture=architecture.name,
         vocab_size=vocab_size,
         hidden_size=fields.integer("embedding_length"),
         intermediate_size=fields.integer("feed_forward_length"),
@@ -78,10 +76,10 @@ def parse_gguf_config(
         max_position_embeddings=context_length(fields.integer("context_length"), scaling),
         rope_theta=fields.number("rope.freq_base", 10000.0, above=1),
         rope_scaling=scaling,
-        attention_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in tensor_names,
+        attention_bias=architecture.has_qkv_bias or "blk.0.attn_q.bias" in tensor_names,
         attention_output_bias="blk.0.attn_output.bias" in tensor_names,
         mlp_bias="blk.0.ffn_down.bias" in tensor_names,
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture.has_qk_norm,
         tie_word_embeddings="output.weight" not in tensor_names,
         sliding_windows=(window,) * num_layers,
         eos_token_ids=_eos_token_ids(general, vocab_size),
@@ -90,9 +88,9 @@ def parse_gguf_config(
 
 def _architecture(general: Fields) -> Architecture:
     name = general.string("general.architecture")
-    if name not in ARCHITECTURES:
-        raise general.wrong("general.architecture", f"one of {', '.join(ARCHITECTURES)}. Others cannot be loaded")
-    return ARCHITECTURES[name]
+    if name not in GGUF_ARCHITECTURES:
+        raise general.wrong("general.architecture", f"one of {', '.join(GGUF_ARCHITECTURES)}. Others cannot be loaded")
+    return GGUF_ARCHITECTURES[name]
 
 
 def _same_in_all_layers(value: object, num_layers: int) -> object:

@@ -9,24 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from minipaged.errors import ModelLoadError
-from minipaged.models.config import Architecture, ModelConfig, context_length
+from minipaged.models.architecture import Architecture, HuggingFaceKeys
+from minipaged.models.architectures.registry import ARCHITECTURES
+from minipaged.models.config import ModelConfig, context_length
 from minipaged.models.files.attention_heads import read_heads
 from minipaged.models.files.fields import Fields
 from minipaged.models.files.huggingface_rope import parse_rope
 
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": "llama",
-    "mistral": "mistral",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-}
-"""By model_type."""
 
-_DEFAULT_EOS_IDS = {"llama": 2, "mistral": 2}
-"""eos_token_id where config.json does not mention it at all."""
-
-
-def parse_hf_config(
+def parse_huggingface_config(
     config: Mapping[str, object], generation: Mapping[str, object] | None, where: str = "config.json"
 ) -> ModelConfig:
     """Read the parsed JSON of config.json, and of generation_config.json if there is one.
@@ -46,9 +37,10 @@ def parse_hf_config(
     rope_theta, rope_scaling = parse_rope(fields)
     vocab_size = fields.integer("vocab_size")
     num_layers = fields.integer("num_hidden_layers")
-    optional_bias = architecture in ("llama", "qwen3") and fields.boolean("attention_bias", False)
+    keys = architecture.huggingface
+    optional_bias = keys.has_optional_biases and fields.boolean("attention_bias", False)
     return ModelConfig(
-        architecture=architecture,
+        architecture=architecture.name,
         vocab_size=vocab_size,
         hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),
@@ -60,13 +52,13 @@ def parse_hf_config(
         max_position_embeddings=context_length(fields.integer("max_position_embeddings"), rope_scaling),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        attention_bias=optional_bias or architecture == "qwen2",
+        attention_bias=optional_bias or architecture.has_qkv_bias,
         attention_output_bias=optional_bias,
-        mlp_bias=architecture == "llama" and fields.boolean("mlp_bias", False),
-        qk_norm=architecture == "qwen3",
+        mlp_bias=keys.has_optional_mlp_bias and fields.boolean("mlp_bias", False),
+        qk_norm=architecture.has_qk_norm,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-        sliding_windows=_sliding_windows(fields, architecture, num_layers),
-        eos_token_ids=_eos_token_ids(fields, generation, architecture, vocab_size),
+        sliding_windows=_sliding_windows(fields, keys, num_layers),
+        eos_token_ids=_eos_token_ids(fields, generation, keys, vocab_size),
     )
 
 
@@ -88,11 +80,11 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.wrong("hidden_act", "silu. Models with other activations cannot be loaded")
 
 
-def _sliding_windows(fields: Fields, architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
-    """Mistral has a window in all layers or none; Qwen, if it uses one, from layer max_window_layers on."""
-    if architecture == "llama":
+def _sliding_windows(fields: Fields, keys: HuggingFaceKeys, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer; None: the layer has none."""
+    if keys.sliding_window == "none":
         return (None,) * num_layers
-    if architecture == "mistral":
+    if keys.sliding_window == "all layers":
         explicitly_none = "sliding_window" in fields.values and fields.get("sliding_window") is None
         window = None if explicitly_none else fields.integer("sliding_window", 4096)
         first_layer = 0
@@ -112,13 +104,13 @@ def _sliding_windows(fields: Fields, architecture: Architecture, num_layers: int
 
 
 def _eos_token_ids(
-    fields: Fields, generation: Mapping[str, object] | None, architecture: Architecture, vocab_size: int
+    fields: Fields, generation: Mapping[str, object] | None, keys: HuggingFaceKeys, vocab_size: int
 ) -> tuple[int, ...]:
     """generation_config.json has the last word: it knows of the tokens that end a turn, too."""
     if generation is not None and generation.get("eos_token_id") is not None:
         return _token_ids(Fields(generation, "generation_config.json"), "eos_token_id", vocab_size)
-    if "eos_token_id" not in fields.values and architecture in _DEFAULT_EOS_IDS:
-        return (_DEFAULT_EOS_IDS[architecture],)
+    if "eos_token_id" not in fields.values and keys.default_eos_token_id is not None:
+        return (keys.default_eos_token_id,)
     return _token_ids(fields, "eos_token_id", vocab_size)
 
 

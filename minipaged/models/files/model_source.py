@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minipaged.errors import ModelLoadError
+from minipaged.models.architecture import Architecture
+from minipaged.models.architectures.registry import ARCHITECTURES
 from minipaged.models.checkpoint import Checkpoint
 from minipaged.models.config import ModelConfig
-from minipaged.models.files.huggingface_config import parse_hf_config
+from minipaged.models.files.huggingface_config import parse_huggingface_config
 from minipaged.models.files.json_file import read_json
-from minipaged.models.tensor_check import expected_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,14 @@ class ModelSource:
     """The folder with tokenizer.json where the model is in Hugging Face layout."""
 
     @property
+    def architecture(self) -> Architecture:
+        """What kind of model it is."""
+        return ARCHITECTURES[self.config.architecture]
+
+    @property
     def num_parameters(self) -> int:
         """Elements in all tensors that the model reads; a tied head is the embedding table and counts once."""
-        return sum(math.prod(shape) for shape in expected_shapes(self.config).values())
+        return sum(math.prod(shape) for shape in self.architecture.expected_shapes(self.config).values())
 
     @property
     def num_bytes(self) -> int:
@@ -70,7 +76,7 @@ def _open_folder(folder: Path) -> ModelSource:
     from minipaged.models.files.safetensors_checkpoint import open_safetensors
 
     generation = folder / "generation_config.json"
-    config = parse_hf_config(
+    config = parse_huggingface_config(
         read_json(folder / "config.json"),
         read_json(generation) if generation.is_file() else None,
         where=str(folder / "config.json"),

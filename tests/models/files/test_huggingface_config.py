@@ -8,13 +8,13 @@ import pytest
 
 from minipaged.errors import ModelLoadError
 from minipaged.models.config import DefaultRope, LinearRope, Llama3Rope, ModelConfig, RopeScaling, YarnRope
-from minipaged.models.files.huggingface_config import parse_hf_config
+from minipaged.models.files.huggingface_config import parse_huggingface_config
 from tests.models.files import published
 from tests.tiny import tiny_config
 
 
 def parse(generation: dict[str, object] | None = None, /, **overrides: object) -> ModelConfig:
-    return parse_hf_config(tiny_config(**overrides), generation)
+    return parse_huggingface_config(tiny_config(**overrides), generation)
 
 
 def without(config: dict[str, object], *keys: str) -> dict[str, object]:
@@ -22,7 +22,7 @@ def without(config: dict[str, object], *keys: str) -> dict[str, object]:
 
 
 def test_llama_2_without_the_keys_that_came_later() -> None:
-    config = parse_hf_config(published.LLAMA_2_7B, None)
+    config = parse_huggingface_config(published.LLAMA_2_7B, None)
     assert (config.architecture, config.num_query_heads, config.num_kv_heads, config.head_dim) == ("llama", 32, 32, 128)
     assert (config.rope_theta, config.rope_scaling) == (10000.0, DefaultRope())
     assert config.eos_token_ids == (2,)
@@ -32,7 +32,7 @@ def test_llama_2_without_the_keys_that_came_later() -> None:
 
 
 def test_llama_3_1() -> None:
-    config = parse_hf_config(published.LLAMA_3_1_8B, None)
+    config = parse_huggingface_config(published.LLAMA_3_1_8B, None)
     assert (config.num_query_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
     assert config.rope_theta == 500000.0
     assert config.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 8192)
@@ -41,30 +41,30 @@ def test_llama_3_1() -> None:
 
 
 def test_smollm2() -> None:
-    config = parse_hf_config(published.SMOLLM2_135M, {"eos_token_id": 2})
+    config = parse_huggingface_config(published.SMOLLM2_135M, {"eos_token_id": 2})
     assert (config.num_query_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
     assert config.tie_word_embeddings
     assert config.rope_theta == 100000.0
 
 
 def test_mistral() -> None:
-    first = parse_hf_config(published.MISTRAL_7B_V01, None)
+    first = parse_huggingface_config(published.MISTRAL_7B_V01, None)
     assert first.sliding_windows == (4096,) * 32
     assert (first.attention_bias, first.attention_output_bias, first.mlp_bias, first.qk_norm) == (False,) * 4
-    nemo = parse_hf_config(published.MISTRAL_NEMO, None)
+    nemo = parse_huggingface_config(published.MISTRAL_NEMO, None)
     assert nemo.sliding_windows == (None,) * 40
     assert nemo.head_dim == 128  # not hidden_size / num_attention_heads, which is 160
 
 
 def test_qwen2_has_biases_on_q_k_and_v_alone() -> None:
-    config = parse_hf_config(published.QWEN2_5_0_5B, {"eos_token_id": [151645, 151643]})
+    config = parse_huggingface_config(published.QWEN2_5_0_5B, {"eos_token_id": [151645, 151643]})
     assert (config.attention_bias, config.attention_output_bias, config.mlp_bias) == (True, False, False)
     assert config.eos_token_ids == (151645, 151643)
     assert config.sliding_windows == (None,) * 24
 
 
 def test_qwen3_normalises_queries_and_keys() -> None:
-    config = parse_hf_config(published.QWEN3_0_6B, None)
+    config = parse_huggingface_config(published.QWEN3_0_6B, None)
     assert (config.qk_norm, config.attention_bias, config.head_dim) == (True, False, 128)
 
 
@@ -83,7 +83,7 @@ def test_mlp_bias() -> None:
 
 @pytest.mark.parametrize("config", [tiny_config(head_dim=None), without(tiny_config(), "head_dim")])
 def test_head_dim_is_derived(config: dict[str, object]) -> None:
-    assert parse_hf_config(config, None).head_dim == 16
+    assert parse_huggingface_config(config, None).head_dim == 16
 
 
 def test_head_dim_is_given() -> None:
@@ -155,9 +155,9 @@ def test_rope_in_every_generation(overrides: dict[str, object], expected: RopeSc
 
 def test_rope_theta_in_rope_parameters() -> None:
     config = without(tiny_config(rope_parameters={"rope_type": "default", "rope_theta": 5e5}), "rope_theta")
-    assert parse_hf_config(config, None).rope_theta == 5e5
+    assert parse_huggingface_config(config, None).rope_theta == 5e5
     config = without(tiny_config(rope_parameters={"full_attention": {"rope_theta": 7e5}}), "rope_theta")
-    assert parse_hf_config(config, None).rope_theta == 7e5
+    assert parse_huggingface_config(config, None).rope_theta == 7e5
 
 
 @pytest.mark.parametrize("declared", [128, 512])
@@ -254,7 +254,7 @@ REQUIRED_INTEGERS = [
 @pytest.mark.parametrize("key", [*REQUIRED_INTEGERS, "rms_norm_eps", "model_type"])
 def test_a_missing_key_is_named_with_its_file(key: str) -> None:
     with pytest.raises(ModelLoadError, match=f"the/config.json: {key} is missing; expected"):
-        parse_hf_config(without(tiny_config(), key), None, where="the/config.json")
+        parse_huggingface_config(without(tiny_config(), key), None, where="the/config.json")
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "64", True, [64]])
@@ -282,8 +282,8 @@ def test_eos(config: object, generation: dict[str, object] | None, expected: tup
 
 
 def test_an_eos_that_is_not_mentioned_is_that_of_the_architecture() -> None:
-    assert parse_hf_config(without(tiny_config(), "eos_token_id"), None).eos_token_ids == (2,)
-    assert parse_hf_config(without(tiny_config(model_type="qwen2"), "eos_token_id"), None).eos_token_ids == ()
+    assert parse_huggingface_config(without(tiny_config(), "eos_token_id"), None).eos_token_ids == (2,)
+    assert parse_huggingface_config(without(tiny_config(model_type="qwen2"), "eos_token_id"), None).eos_token_ids == ()
 
 
 @pytest.mark.parametrize(
