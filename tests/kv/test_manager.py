@@ -184,3 +184,44 @@ def test_released_blocks_are_evicted_from_the_end_of_the_sequence() -> None:
         kv.open_table(other, array("i", [99] * (BLOCK * (4 - num_cached))), "", reuse=False, headroom=0)
         assert kv.num_cached(array("i", [*tokens, 0]), "") == num_cached * BLOCK
         kv.release(other)
+
+
+def manager(*, num_blocks: int = 4, swap_blocks: int = 0) -> KVManager:
+    return KVManager(num_blocks=num_blocks, swap_blocks=swap_blocks, block_size=BLOCK, prefix_caching=True)
+
+
+def test_a_table_opens_only_if_the_headroom_stays_available() -> None:
+    kv, tokens = manager(), array("i", [1, 2, 3, 4])
+    assert kv.open_table(BlockTable(), tokens, "", reuse=True, headroom=3) is None
+    assert kv.pool.num_available == 4
+    assert kv.open_table(BlockTable(), tokens, "", reuse=True, headroom=2) == 0
+    assert kv.pool.num_available == 2
+
+
+def test_a_sequence_comes_back_from_the_host_only_if_the_headroom_stays_available() -> None:
+    kv, tokens, table = manager(swap_blocks=2), array("i", [1, 2, 3, 4]), BlockTable()
+    kv.open_table(table, tokens, "", reuse=True, headroom=0)
+    transfer, _ = kv.swap_out(table, 4)
+    kv.finish_transfer(transfer)
+    assert kv.swap_in(table, tokens, 4, "", headroom=3) is None
+    assert kv.swap_in(table, tokens, 4, "", headroom=2) is not None
+    assert kv.pool.num_available == 2
+
+
+def test_fresh_names_each_block_as_it_is_allocated() -> None:
+    kv, table = manager(), BlockTable()
+    kv.open_table(table, array("i", [1, 2, 3]), "", reuse=True, headroom=0)
+    assert kv.fresh == table.blocks
+    kv.fresh.clear()
+    assert kv.fresh == [kv.allocate()]
+
+
+def test_a_table_knows_the_nodes_of_the_blocks_that_the_prefix_cache_gave_it() -> None:
+    kv, first, second = manager(), BlockTable(), BlockTable()
+    tokens = array("i", [1, 2, 3, 4, 5])
+    kv.open_table(first, tokens, "", reuse=True, headroom=0)
+    kv.insert(first, tokens, 4, "")
+    assert kv.open_table(second, tokens, "", reuse=True, headroom=0) == 4
+    assert second.nodes == first.nodes
+    assert second.blocks[:2] == first.blocks[:2]
+    assert kv.num_cached(tokens, "") == 4
