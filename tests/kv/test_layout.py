@@ -72,6 +72,11 @@ def test_llama_3_8b_with_8_kv_heads_takes_a_quarter_of_that() -> None:
     assert 4096 * grouped == 2**30 // 2
 
 
+def test_elements_have_the_size_of_their_type() -> None:
+    by_type = {name: replace(layout_of(1, 1).keys, element_type=name).element_bytes for name in ELEMENT_BYTES}
+    assert by_type == {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
 def test_keys_come_before_values() -> None:
     layout = layout_of(2, 3)
     assert layout.keys.offset == 0

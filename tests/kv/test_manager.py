@@ -225,3 +225,36 @@ def test_a_table_knows_the_nodes_of_the_blocks_that_the_prefix_cache_gave_it() -
     assert second.nodes == first.nodes
     assert second.blocks[:2] == first.blocks[:2]
     assert kv.num_cached(tokens, "") == 4
+
+
+def test_a_fork_knows_the_nodes_of_its_own_blocks_alone() -> None:
+    kv, table, tokens = manager(), BlockTable(), array("i", [1, 2, 3, 4, 5])
+    kv.open_table(table, tokens, "", reuse=True, headroom=0)
+    kv.insert(table, tokens, 4, "")
+    child = kv.fork(table, 2)
+    assert (child.blocks, child.nodes) == (table.blocks[:1], table.nodes[:1])
+
+
+def published(kv: KVManager) -> BlockTable:
+    """A table of three full blocks, all in the prefix cache."""
+    table, tokens = BlockTable(), array("i", [1, 2, 3, 4, 5, 6])
+    kv.open_table(table, tokens, "", reuse=True, headroom=0)
+    kv.insert(table, tokens, 6, "")
+    return table
+
+
+def test_what_a_sequence_leaves_behind_is_evicted_from_its_end() -> None:
+    kv = manager()
+    table = published(kv)
+    blocks = table.blocks
+    kv.release(table)
+    assert [kv.pool.evict() for _ in blocks] == blocks[::-1]
+
+
+def test_what_was_copied_to_the_host_is_evicted_from_its_end() -> None:
+    kv = manager(swap_blocks=3)
+    table = published(kv)
+    blocks = table.blocks
+    transfer, _ = kv.swap_out(table, 6)
+    kv.finish_transfer(transfer)
+    assert [kv.pool.evict() for _ in blocks] == blocks[::-1]

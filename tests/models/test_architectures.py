@@ -28,8 +28,8 @@ def test_gguf_files_name_one_architecture_each() -> None:
     assert GGUF_ARCHITECTURES.keys() == set(named)
 
 
-def test_nothing_in_the_package_compares_names_of_architectures() -> None:
-    for path in PACKAGE.rglob("*.py"):
+def test_nothing_asks_for_an_architecture_by_name() -> None:
+    for path in [*(PACKAGE / "models").rglob("*.py"), *(PACKAGE / "engine").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Compare):
                 constants = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
