@@ -193,3 +193,11 @@ def test_no_fault_in_check_mode(name: str, element: str) -> None:
     case.assert_close(case.run(Order.SHUFFLED, checked=True))
     case = Case(name, 3, tile.columns - odd, 8, element, has_bias=False, has_residual=False, seed=2)
     case.assert_close(case.run(checked=True))
+
+
+@pytest.mark.parametrize("tile_rows", [9, 12, 15])
+def test_the_last_group_of_tile_rows_is_computed_whole(tile_rows: int) -> None:
+    """A group has 8 tile rows; prefills of 1,025 to 1,920 tokens have a second group that is not full."""
+    [tile] = [tile for tile in LINEAR if tile.kernel == "linear_many"]
+    case = Case(tile.kernel, tile_rows * tile.rows - 100, tile.columns + 2, 8, "__half", False, False, seed=tile_rows)
+    case.assert_close(case.run())

@@ -218,6 +218,21 @@ def test_a_decode_is_captured_the_second_time_and_fills_up_with_tokens_that_touc
         assert_same_cache(made)
 
 
+def test_attention_goes_by_the_kv_extent_and_rotation_by_the_position(model: Path) -> None:
+    """Of sequences whose beginning has no KV any more, prefilled and decoded, across splits and through a graph."""
+    token_ids = np.random.default_rng(3).integers(0, 301, 150).tolist()
+    with machine(model) as (made, _):
+        steps = [
+            [TokenSpan(0, 70, token_ids[:50], num_evicted=70), TokenSpan(1, 9, token_ids[:5], num_evicted=9)],
+            [TokenSpan(0, 120, token_ids[50:80], num_evicted=70)],
+            *([TokenSpan(0, 150 + i, [7], num_evicted=70), TokenSpan(1, 14 + i, [8], num_evicted=9)] for i in range(3)),
+        ]
+        for spans in steps:
+            result, expected = run(made, spans)
+            np.testing.assert_allclose(made.ops.download(result), expected, rtol=0, atol=TOLERANCES["float16"])
+        assert_same_cache(made)
+
+
 def test_a_graph_has_no_more_splits_than_the_longest_sequence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of them, which is no power of two, and one launch of attention takes no more."""
     monkeypatch.setattr(cuda_ops, "MOST_PARTIALS", 1)
