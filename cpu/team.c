@@ -21,7 +21,7 @@ typedef struct {
 
 struct Team {
     int num_threads;
-    pid_t process; /* that has the threads: a fork of it has not */
+    pid_t process; /* the one that started the threads: its forks have none */
     pthread_t *threads;
     pthread_mutex_t mutex;
     pthread_cond_t work;

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ModelLoadError,
         PromptTooLongError,
         RequestAbortedError,
+        RequestError,
         RequestFailedError,
         RequestTimeoutError,
     )
@@ -52,6 +53,7 @@ __all__ = [
     "ModelLoadError",
     "PromptTooLongError",
     "RequestAbortedError",
+    "RequestError",
     "RequestFailedError",
     "RequestTimeoutError",
     "SamplingParams",

@@ -1,4 +1,4 @@
-"""BlockPool: which blocks are free, cached or in use, and how many owners each has."""
+"""BlockPool: which blocks are free, cached or in use, and how many references each has."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from minipaged.stats import BlockCounts
 class BlockPool:
     """Blocks 0..num_blocks-1 with reference counts. Every operation is O(1).
 
-    A block is *in use* while it has owners. Released by its last owner it is *cached* if its content is worth keeping
-    (least recently used first out), else *free*.
+    A block is *in use* while something refers to it. When nothing does any more, it is *cached* if its content is worth
+    keeping (least recently used first out), else *free*.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.ref_count = [0] * num_blocks
-        """Number of owners by block; read it, do not write it."""
+        """How many tables and copies refer to each block; to be read only."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
 
@@ -28,7 +28,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks without owners whose content is kept until the space is needed."""
+        """Blocks that nothing refers to, whose content is kept until the space is needed."""
         return len(self._cached)
 
     @property
@@ -38,7 +38,7 @@ class BlockPool:
 
     @property
     def num_in_use(self) -> int:
-        """Blocks that have owners."""
+        """Blocks that something refers to."""
         return self.num_blocks - len(self._free) - len(self._cached)
 
     def counts(self) -> BlockCounts:
@@ -46,7 +46,7 @@ class BlockPool:
         return BlockCounts(self.num_blocks, self.num_free, self.num_cached, self.num_in_use)
 
     def allocate(self) -> int:
-        """A free block, now with one owner. `IndexError` if none is free (see `evict`)."""
+        """A free block, now with one reference. `IndexError` if none is free (see `evict`)."""
         block = self._free.pop()
         self.ref_count[block] = 1
         return block
@@ -58,13 +58,13 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """One more owner for a block that is in use or cached."""
+        """One reference more to a block that is in use or cached."""
         if self.ref_count[block] == 0:
             del self._cached[block]
         self.ref_count[block] += 1
 
     def release(self, block: int, *, keep: bool) -> None:
-        """One owner less. The last one leaves the block cached if `keep`, else free."""
+        """One reference less. After the last one the block is cached if `keep`, else free."""
         self.ref_count[block] -= 1
         if self.ref_count[block] == 0:
             if keep:
@@ -82,7 +82,7 @@ class BlockPool:
         """Assert invariant 1: free + cached + in use = total, each block in exactly one of them."""
         idle = [*self._free, *self._cached]
         assert len(idle) == len(set(idle)), "a block is idle twice"
-        assert all(self.ref_count[block] == 0 for block in idle), "an idle block has owners"
+        assert all(self.ref_count[block] == 0 for block in idle), "an idle block has references"
         in_use = sum(1 for count in self.ref_count if count > 0)
         assert len(idle) + in_use == self.num_blocks, "a block is neither idle nor in use"
         assert all(count >= 0 for count in self.ref_count), "a block was released too often"

@@ -50,7 +50,7 @@ class HostTier:
         return transfer.device_blocks
 
     def release(self, blocks: tuple[int, ...] | list[int]) -> None:
-        """One owner less for each host block."""
+        """One reference less to each host block."""
         for block in blocks:
             self.pool.release(block, keep=False)
 

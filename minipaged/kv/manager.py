@@ -35,7 +35,7 @@ class KVManager:
         return self.pool.num_available >= count
 
     def allocate(self) -> int:
-        """A block with one owner; the least recently used cached content makes way if need be."""
+        """A block with one reference; the least recently used cached content makes way if need be."""
         if self.pool.num_free == 0:
             self.prefix.evict(self.pool.evict())
         block = self.pool.allocate()
@@ -68,9 +68,9 @@ class KVManager:
             self.pool.share(block)
         return BlockTable(blocks, table.nodes[: len(blocks)])
 
-    def is_writable(self, block: int, *, owners: int = 1) -> bool:
-        """Whether a block has just so many owners, and the prefix cache does not name it."""
-        return self.pool.ref_count[block] == owners and block not in self.prefix
+    def is_writable(self, block: int, *, ref_count: int = 1) -> bool:
+        """Whether a block has no more than this ref_count, and the prefix cache does not name it."""
+        return self.pool.ref_count[block] == ref_count and block not in self.prefix
 
     def make_writable(self, table: BlockTable, column: int) -> tuple[int, int]:
         """Copy-on-write: put a fresh block in place of a shared one; returns the (source, destination) to copy.
@@ -84,7 +84,7 @@ class KVManager:
         return source, destination
 
     def release_block(self, block: int) -> None:
-        """One owner less; what the prefix cache names stays cached."""
+        """One reference less; what the prefix cache names stays cached."""
         self.pool.release(block, keep=block in self.prefix)
 
     def release(self, table: BlockTable) -> None:
@@ -169,10 +169,10 @@ class KVManager:
         for transfer in self.host.pending():
             device.update(transfer.device_blocks)
             host.update(transfer.host_blocks)
-        for pool, owners in ((self.pool, device), (self.host.pool, host)):
+        for pool, expected in ((self.pool, device), (self.host.pool, host)):
             for block in range(pool.num_blocks):
-                assert pool.ref_count[block] == owners[block], (
-                    f"block {block} has ref_count {pool.ref_count[block]}, but {owners[block]} tables and copies own it"
+                assert pool.ref_count[block] == expected[block], (
+                    f"block {block} has ref_count {pool.ref_count[block]}, but {expected[block]} references are known"
                 )
 
     # Details
@@ -183,8 +183,8 @@ class KVManager:
         return self.prefix.match(token_ids, limit, namespace)
 
     def _can_take(self, matched: list[int], missing: int) -> bool:
-        owners = self.pool.ref_count
-        revived = sum(1 for block in matched if owners[block] == 0)
+        ref_count = self.pool.ref_count
+        revived = sum(1 for block in matched if ref_count[block] == 0)
         return self.pool.num_available - revived >= missing
 
     def _take(self, table: BlockTable, matched: list[int], nodes: list[int], missing: int) -> None:

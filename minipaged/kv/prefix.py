@@ -53,7 +53,7 @@ class PrefixCache:
         if known is not None:
             return self._nodes[known]
         if self._keys[block] is not None:
-            # Another owner of this block has published it, below an equal parent that has been forgotten since.
+            # Another sequence has inserted this very block, below an equal parent that was evicted since.
             return self._nodes[block]
         self._last_node += 1
         self._entries[key] = block
@@ -80,4 +80,4 @@ class PrefixCache:
         for key, block in self._entries.items():
             assert self._keys[block] == key, f"block {block} does not know its entry"
         known = sum(1 for key in self._keys if key is not None)
-        assert known == len(self._entries), "a block believes to be published but is not"
+        assert known == len(self._entries), "a block has a key that is not in the cache"

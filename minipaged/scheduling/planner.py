@@ -101,7 +101,7 @@ class Planner:
         """Whether only one sequence has the block, and the prefix cache does not name it."""
         # A source of this plan's copies is still owned on behalf of each table that has left it.
         num_left = sum(1 for source, _ in builder.copies if source == block)
-        return self._kv.is_writable(block, owners=1 + num_left)
+        return self._kv.is_writable(block, ref_count=1 + num_left)
 
     def _make_room(self, sequence: Sequence, builder: PlanBuilder) -> bool:
         """Whether a block can be had for a running sequence, by preemption if need be, of itself if it ranks worst."""

@@ -21,12 +21,12 @@ class EventCopy:
         self._event = event
 
     def done(self) -> bool:
-        """Whether it is."""
+        """Whether it has finished. Never blocks."""
         with cuda_errors("copy KV blocks"):
             return bool(self._event.done)
 
     def wait(self) -> None:
-        """Until it is."""
+        """Block until it has finished."""
         with cuda_errors("copy KV blocks"):
             self._event.synchronize()
 
