@@ -1,7 +1,7 @@
 """Operations as a graph: recorded as nodes, then given memory, then encoded as commands for the C kernels.
 
-While a forward pass is recorded, the arrays that it makes have shapes and addresses but no memory. `UnplacedArrays`
-gives each an address that no machine has: views of it are NumPy's own, and by its address an array is known again.
+While a forward pass is recorded, the arrays that it makes have shapes and addresses but no memory (`UnplacedArrays`):
+views of them are NumPy's own, and by its address an array is known again.
 `Graph` then finds who reads what: the floats of an array, its quantised form, or both. What nobody reads is not made.
 From that follows from when until when each array must exist, and so where in the workspace it can be.
 
@@ -12,7 +12,9 @@ node, whose arrays all have memory.
 from __future__ import annotations
 
 import math
+import mmap
 import struct
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,10 +28,8 @@ from minipaged.ops.workspace import Places
 
 ALIGNMENT = 64
 """Bytes: a line of the processor's cache."""
-UNPLACED = 1 << 60
-"""Addresses from here on belong to arrays without memory; no processor that this runs on has so large ones."""
-ARRAY_BITS = 40
-"""Each such array has 2**40 addresses of its own."""
+REGION_BYTES = 1 << 30
+"""Addresses that are set aside at a time for arrays without memory."""
 ENDLESS = 1 << 62
 
 
@@ -59,6 +59,8 @@ RECORDS = {name: Record(name) for name in _kernels.layouts()}
 class _Buffer:
     """Memory that an array, or the quantised form of rows, takes while nodes [first, last] of the graph run."""
 
+    address: int
+    """Of the array while it has no memory; 0 for a quantised form."""
     num_bytes: int
     first: int = -1
     """-1: no node writes or reads it."""
@@ -98,31 +100,49 @@ class Node:
 
 
 class UnplacedArrays:
-    """Makes arrays that have no memory. Their content must not be touched: the process would be killed."""
+    """Makes arrays that have addresses of their own but no memory, and knows them again by address.
+
+    They can be looked at: they are read-only, and full of zeros. What is computed from that means nothing.
+    """
 
     def __init__(self) -> None:
         self.buffers: list[_Buffer] = []
+        self._starts: list[int] = []
+        """Address of each buffer's array, ascending."""
+        self._region: Array = np.empty(0, np.uint8)
+        """Addresses that the system has set aside; a page of them takes memory only if it is looked at."""
+        self._used = 0
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         """An array of this shape, to be given memory later if an operation writes it."""
-        dtype = np.dtype(dtype)
-        start = UNPLACED + (len(self.buffers) << ARRAY_BITS)
-        self.buffers.append(_Buffer(math.prod(shape) * dtype.itemsize))
-        return np.asarray(_Interface({"version": 3, "shape": shape, "typestr": dtype.str, "data": (start, False)}))
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        size = max(1, -(-num_bytes // ALIGNMENT)) * ALIGNMENT  # also an empty array has an address that no other has
+        if self._used + size > self._region.size:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._region = np.frombuffer(mmap.mmap(-1, max(size, REGION_BYTES), flags, mmap.PROT_READ), np.uint8)
+            self._used = 0
+        raw = self._region[self._used : self._used + num_bytes]
+        start = address(self._region) + self._used
+        self._used += size
+        index = bisect_right(self._starts, start)
+        self._starts.insert(index, start)
+        self.buffers.insert(index, _Buffer(start, num_bytes))
+        return raw.view(dtype).reshape(shape)
 
-
-@dataclass(frozen=True, slots=True)
-class _Interface:
-    """What NumPy asks an object for that it is to make an array of."""
-
-    __array_interface__: dict[str, object]
+    def find(self, array: Array) -> _Buffer | None:
+        """What an array, or a view of one, was made with; None if it has memory."""
+        start = address(array)
+        index = bisect_right(self._starts, start) - 1
+        if index < 0 or start - self._starts[index] >= max(1, self.buffers[index].num_bytes):
+            return None
+        return self.buffers[index]
 
 
 class Graph:
     """Nodes in the order in which they run, the arrays without memory that they use, and what they compute."""
 
     def __init__(self, nodes: list[Node], arrays: UnplacedArrays, output: Array) -> None:
-        self._buffers = arrays.buffers
+        self._arrays = arrays
         self._output = output
         self._nodes = self._with_quantised(nodes)
         self._find_readers()
@@ -137,13 +157,13 @@ class Graph:
         for node in recorded:
             x = node.rows_of_bytes
             if x is not None:
-                source = writers.get(address(x) >> ARRAY_BITS)
+                source = writers.get(self._key(x))
                 if source is None or not source.can_quantise or not _is_same(source.output, x):
                     source = _quantise(x)
                     nodes.append(source)
                 node.source = source
             nodes.append(node)
-            writers[address(node.output) >> ARRAY_BITS] = node
+            writers[self._key(node.output)] = node
         return nodes
 
     def _find_readers(self) -> None:
@@ -153,31 +173,31 @@ class Graph:
                 self._use(array, index)
             if node.source is not None:
                 if node.source.made is None:
-                    node.source.made = _Buffer(_quantised_parts(node.source.output)[-1])
+                    node.source.made = _Buffer(0, _quantised_parts(node.source.output)[-1])
                 node.source.made.use(index)
             if node.needs_floats:
                 self._use(node.output, index)
         self._use(self._output, len(self._nodes))
         for index, node in enumerate(self._nodes):
-            buffer = self._buffer(node.output)
+            buffer = self._arrays.find(node.output)
             if buffer is not None and buffer.first >= 0:
                 buffer.first = min(buffer.first, index)
             if node.made is not None:
                 node.made.first = index
 
     def _use(self, array: Array | None, index: int) -> None:
-        buffer = None if array is None else self._buffer(array)
+        buffer = None if array is None else self._arrays.find(array)
         if buffer is not None:
             buffer.use(index)
 
-    def _buffer(self, array: Array) -> _Buffer | None:
-        """What an array without memory is part of."""
-        start = address(array)
-        return self._buffers[(start - UNPLACED) >> ARRAY_BITS] if start >= UNPLACED else None
+    def _key(self, array: Array) -> int:
+        """Names the memory that an array is, or will be, part of."""
+        buffer = self._arrays.find(array)
+        return address(array) if buffer is None else buffer.address
 
     def _allocate(self) -> int:
         """First fit, in the order in which the nodes run."""
-        used = [buffer for buffer in self._buffers if buffer.first >= 0]
+        used = [buffer for buffer in self._arrays.buffers if buffer.first >= 0]
         used += [node.made for node in self._nodes if node.made is not None]
         begins: list[list[_Buffer]] = [[] for _ in range(len(self._nodes) + 1)]
         ends: list[list[_Buffer]] = [[] for _ in range(len(self._nodes) + 1)]
@@ -210,14 +230,14 @@ class Graph:
 
     def _place(self, array: Array, workspace: int) -> int:
         """Where an array is while the commands run; 0 if it is not made."""
-        start, buffer = address(array), self._buffer(array)
+        start, buffer = address(array), self._arrays.find(array)
         if buffer is None:
             return start
-        return workspace + buffer.start + (start & ((1 << ARRAY_BITS) - 1)) if buffer.first >= 0 else 0
+        return workspace + buffer.start + start - buffer.address if buffer.first >= 0 else 0
 
     def result(self, workspace: Array) -> Array:
         """The output, in the workspace that the commands were encoded for."""
-        x, buffer = self._output, self._buffer(self._output)
+        x, buffer = self._output, self._arrays.find(self._output)
         if buffer is None:
             return x
         offset = self._place(x, 0)

@@ -177,3 +177,28 @@ def test_a_function_that_fails_leaves_nothing_behind(model: Path) -> None:
             machine.ops.replay(fails, batch)
         assert machine.ops.replay(machine.logits, batch).tobytes() == expected
         assert machine.logits(batch).tobytes() == expected
+
+
+def test_what_a_recorded_function_looks_at_is_zeros_and_cannot_be_written_to(tiny_model: Path) -> None:
+    """Arrays of a pass that is being recorded have no memory yet, its batch included."""
+    ops = CpuOps(1)
+    seen: list[Array] = []
+
+    def look(batch: Batch[Array]) -> Array:
+        hidden = ops.embed(batch.token_ids, table)
+        normed = ops.rms_norm(hidden, weight, 1e-5)
+        seen.extend(array.copy() for array in (batch.token_ids, hidden, normed[1:]))
+        with pytest.raises(ValueError, match="read-only"):
+            normed[0] = 1
+        return normed
+
+    source = open_model(tiny_model)
+    with source.checkpoint:
+        table = ops.load_matrix([source.checkpoint.tensor("model.embed_tokens.weight")])
+    weight = np.ones(table.in_features, np.float32)
+    tables = np.zeros((1, 1), np.int32)
+    batch = make_batch(ops, [TokenSpan(0, 0, [5, 6, 7])], tables, BLOCK_SIZE)
+    replayed = ops.replay(look, batch).copy()
+    assert [array.any() for array in seen] == [False] * 3
+    expected = ops.rms_norm(ops.embed(batch.token_ids, table), weight, 1e-5)
+    assert replayed.tobytes() == expected.tobytes()
