@@ -66,13 +66,13 @@ class Timings:
     """Seconds of wall-clock time."""
 
     queued: float
-    """From submit until first scheduled."""
+    """Time from submit until first scheduled."""
     prefill: float
-    """From first scheduled until the first token."""
+    """Time from first scheduled until the first token."""
     time_to_first_token: float
-    """From submit until the first token."""
+    """Time from submit until the first token."""
     decode: float
-    """From the first token until the last."""
+    """Time from the first token until the last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ MAX_SAMPLES = 128
 MAX_STOP_CHARACTERS = 4096
 
 _LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
-"""Of the positive numbers that sampling, in float32, can divide and multiply by."""
+"""The largest and the smallest positive number that sampling, in float32, can divide and multiply by."""
 
 LogitsCallback = Callable[[Sequence[int], NDArray[np.float32]], NDArray[np.float32]]
 """Receives the token ids so far (prompt and output) and the float32 logits [vocab_size]; returns the logits to use.
@@ -65,7 +65,7 @@ class SamplingParams:
     logprobs: int | None = None
     """None: no log-probabilities. k: the chosen token's and those of the k most likely tokens, from the raw logits."""
     prompt_logprobs: int | None = None
-    """Likewise for every prompt token after the first; the prefix cache is then not read for this request."""
+    """As `logprobs`, for every prompt token after the first; the prefix cache is then not read for this request."""
     n: int = 1
     """Samples drawn in parallel from one prompt; they share the prompt's KV blocks."""
     logits_callback: LogitsCallback | None = None

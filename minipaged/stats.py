@@ -26,7 +26,7 @@ class EngineStats:
     """Sequences in the batch."""
     blocks: BlockCounts
     host_blocks: BlockCounts
-    """Of the host pool."""
+    """Blocks of the host pool."""
     prefix_cache_queries: int
     """Prompt tokens looked up."""
     prefix_cache_hits: int

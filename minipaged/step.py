@@ -113,7 +113,7 @@ class StepPlan:
     decode_version: int = 0
     """Two plans with the same number have the same `decode_rows`, so that what was made of them can be kept."""
     supplied: tuple[SuppliedToken, ...] = ()
-    """For rows that this step computes up to their latest token."""
+    """Tokens that follow in rows which this step computes up to their latest token."""
     chunks: tuple[Chunk, ...] = ()
 
     @property
@@ -124,7 +124,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of one sampled position."""
+    """Log-probabilities at one sampled position."""
 
     chosen: float
     top: tuple[TokenLogprob, ...]
@@ -153,7 +153,7 @@ class StepResult:
 
     plan_id: int
     sequences: Sequence[SequenceResult] = ()
-    """Those of the plan's decode rows, then those of its chunks, in plan order."""
+    """Results of the plan's decode rows, then of its chunks, in plan order."""
     finished_transfers: tuple[int, ...] = ()
     """Transfers completed since the last result, of this plan or earlier ones."""
     forward_seconds: float = 0.0

@@ -59,7 +59,7 @@ class EngineThread:
         self._post(self._stop)
 
     def close(self) -> None:
-        """The same, and wait for it."""
+        """Abort what is running, free all memory, end the thread, and wait until that is done."""
         self.stop()
         self._thread.join()
 

@@ -28,7 +28,7 @@ from minipaged.text.chat import Message
 from minipaged.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-"""The same for all prompts, or one for each."""
+"""One set of parameters for all prompts, or one for each of them."""
 
 Start = Callable[[], TokenStream]
 Advance = Callable[[], None]

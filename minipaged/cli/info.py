@@ -20,7 +20,7 @@ ELEMENT_TYPES: dict[ElementType, str] = {
     "float16": "the default on a CPU or GPU is this or bfloat16, which is as large",
     "float32": 'the default of device "reference"',
 }
-"""Those of the KV cache, and who uses them."""
+"""Element types of the KV cache, and which devices use them."""
 
 
 def run(model: str | None, kv_memory: int) -> None:

@@ -44,7 +44,7 @@ Loader = Callable[[EngineConfig, Progress], LoadedModel]
 
 @dataclass(frozen=True, slots=True)
 class _Threads:
-    """Of a started engine."""
+    """The event loop and the threads of a started engine."""
 
     event_loop: EventLoop
     step_worker: Worker
@@ -64,7 +64,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, loader: Loader, progress: Progress = no_progress) -> None:
-        """For tests and extensions; use `Engine.load`."""
+        """Meant for tests and extensions; everyone else calls `Engine.load`."""
         self.config = config
         """The settings as given; see `capacity` for what they came to."""
         self._loader = loader

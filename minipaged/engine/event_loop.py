@@ -24,7 +24,7 @@ class Signal(Protocol):
     """Wakes the tasks that wait for a change. Used on the event loop's thread."""
 
     def wait(self) -> Awaitable[None]:
-        """Until the next `notify`. Any number of tasks may wait, and each of them can be cancelled."""
+        """Wait until the next `notify`. Any number of tasks may wait, and each of them can be cancelled."""
 
     def notify(self) -> None:
         """Wake every task that waits now."""

@@ -23,7 +23,7 @@ class _Sample:
 
     text_stream: TextStream
     texts: list[str] = field(default_factory=list)
-    """Of each token."""
+    """The text that each token added."""
     logprobs: list[Logprobs] = field(default_factory=list)
 
 

@@ -199,7 +199,7 @@ class StepLoop:
 
 
 def _engine_failed(cause: BaseException) -> EngineDeadError:
-    """As if raised from `cause`."""
+    """The error that every request and every later call gets, with `cause` chained to it."""
     error = EngineDeadError(f"The engine failed in a step and has stopped: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error

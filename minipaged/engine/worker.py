@@ -19,7 +19,7 @@ from minipaged.engine.event_loop import Post
 T = TypeVar("T")
 
 STACK_BYTES = 1 << 20
-"""At least, of a worker's thread: the CPU kernels keep a third of it there (cpu/team.c gives its threads as much)."""
+"""The least stack of a worker's thread: the CPU kernels take a third of it, as on the threads of cpu/team.c."""
 
 
 class Worker:
@@ -69,7 +69,7 @@ class Worker:
 
 
 def _start(thread: threading.Thread) -> None:
-    """With a stack of STACK_BYTES, even in a program that wants smaller ones for its own threads."""
+    """Start a thread with a stack of STACK_BYTES, even in a program that wants smaller ones for its own threads."""
     wanted = threading.stack_size()  # 0: the platform's own, which is large
     if 0 < wanted < STACK_BYTES:
         threading.stack_size(STACK_BYTES)

@@ -38,14 +38,14 @@ class StepArrays:
     sampled: Int32
     """[N]: their last tokens, as indices into T."""
     next_positions: Int32
-    """[N]: of the tokens to be chosen."""
+    """[N]: positions of the tokens to be chosen."""
     prompt_logprobs: tuple[int, ...] = ()
     """Which of the S sequences want log-probabilities of their prompt tokens."""
     sampling_version: int | None = None
     """Steps with the same number have the same `sampling_rows`; None: nothing is known of other steps."""
 
     def without_sampling(self, rows: Sequence[int]) -> StepArrays:
-        """The same work, but these rows do not sample."""
+        """The work of the same step, in which these rows do not sample."""
         kept = ~np.isin(self.sampling_rows, rows)
         return replace(
             self,
@@ -114,7 +114,7 @@ class Rows:
         return np.concatenate(changed) if changed else np.empty(0, np.int64)
 
     def admission(self, row: int) -> Admission:
-        """Of the sequence that has the row."""
+        """The admission of the sequence that has the row."""
         return self._admissions[row]
 
     def prepare(self, plan: StepPlan) -> StepArrays:

@@ -30,13 +30,13 @@ class _Outcome:
     """What becomes of a step, gathered by row while it is computed."""
 
     token_ids: Int32
-    """[max_running]: -1 until chosen."""
+    """[max_running]: the token of each row, -1 until it is chosen."""
     logprobs: dict[int, tuple[Logprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[tuple[TokenLogprob, ...], ...]] = field(default_factory=dict)
     failures: dict[int, Exception] = field(default_factory=dict)
 
     def results(self, rows: Int32) -> list[SequenceResult]:
-        """Those of the rows of a step, in their order."""
+        """The results of a step's rows, in their order."""
         if self.failures:
             self.token_ids[list(self.failures)] = -1
         token_ids = self.token_ids[rows]
@@ -132,7 +132,7 @@ class Runner(Generic[Array, Weight]):
         return arrays
 
     def upload(self, arrays: StepArrays) -> Batch[Array]:
-        """The same on the device."""
+        """Bring a step's arrays to the device."""
         batch: Batch[HostArray] = Batch(
             token_ids=arrays.token_ids,
             positions=arrays.positions,

@@ -48,7 +48,7 @@ class _Penalised:
         self._latest = token_id
 
     def fork(self, token: int | None) -> _Penalised:
-        """The same for another row, with `token`, if given, in place of the latest one."""
+        """A copy for another row, in which `token`, if given, stands in place of the latest one."""
         child = copy.copy(self)
         child._token_ids, child._counts, child._places = self._token_ids[:], self._counts[:], self._places.copy()
         if token is not None:
@@ -86,7 +86,7 @@ class _WithCallback:
     token_ids: array[int]
 
     def fork(self, token: int | None) -> _WithCallback:
-        """The same for another row, with `token`, if given, in place of the latest one."""
+        """A copy for another row, in which `token`, if given, stands in place of the latest one."""
         token_ids = self.token_ids[:]
         if token is not None:
             token_ids[-1] = token
@@ -209,7 +209,7 @@ class SamplingState(Generic[Array]):
 
     @staticmethod
     def batch(selection: Selection[Array], positions: Array) -> SamplingBatch[Array]:
-        """For rows whose tokens at positions, uint32 [N], are to be chosen."""
+        """The settings of rows whose tokens at positions, uint32 [N], are to be chosen."""
         temperature, top_k, top_p, min_p, seeds, sample_index = selection.settings
         return SamplingBatch(
             temperature,
@@ -226,7 +226,7 @@ class SamplingState(Generic[Array]):
     def adjustments(
         self, selection: Selection[Array], positions: Int32
     ) -> tuple[Penalties[Array] | None, Bias[Array] | None]:
-        """Those of the rows that have any, whose tokens at positions [N] are to be chosen; all by one copy."""
+        """Penalties and biases of rows whose tokens at positions [N] are to be chosen, uploaded by one copy."""
         penalties, bias = self._penalties(selection), self._bias(selection, positions)
         if not penalties and not bias:
             return None, None

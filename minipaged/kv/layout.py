@@ -27,9 +27,9 @@ class Plane:
     scale_bytes: int
     """Bytes of the scale of one token and head; 0: the plane has no scales."""
     offset: int
-    """From the beginning of the layer's part of a block to the plane's first head."""
+    """Distance from the beginning of the layer's part of a block to the plane's first head."""
     head_stride: int
-    """From one head to the next."""
+    """Distance from one head to the next."""
 
     @classmethod
     def of_heads(

@@ -33,7 +33,10 @@ class LoadModel(Protocol):
         max_model_len: int,
         progress: Progress,
     ) -> Model[Array]:
-        """For sequences of up to `max_model_len` tokens. Raises `ModelLoadError` if the checkpoint does not fit."""
+        """Load a model for sequences of up to `max_model_len` tokens.
+
+        Raises `ModelLoadError` if the checkpoint does not fit.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +62,7 @@ class GGUFNames:
     modules: Mapping[str, str]
     """Names of modules outside layers there, and in a Hugging Face checkpoint."""
     layer_modules: Mapping[str, str]
-    """The same within a layer."""
+    """Names of modules within a layer there, and in a Hugging Face checkpoint."""
     has_permuted_heads: bool
     """Whether the rows of q and k stand in the order for rotating neighbours, which loading undoes."""
 

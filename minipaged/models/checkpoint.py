@@ -22,11 +22,11 @@ class StoredTensor:
     """What a file's header says of a tensor, and where its bytes are."""
 
     name: str
-    """As Hugging Face calls it."""
+    """The name that it has in Hugging Face checkpoints."""
     stored_name: str
-    """As the file calls it."""
+    """The name that it has in its file."""
     shape: tuple[int, ...]
-    """In elements, outermost first."""
+    """Sizes in elements, outermost first."""
     encoding: str
     """As in `HostTensor`."""
     data: NDArray[np.uint8]

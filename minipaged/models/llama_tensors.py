@@ -9,7 +9,7 @@ from minipaged.models.config import ModelConfig
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 GGUF_MODULES: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-"""Name in GGUF, and in a Hugging Face checkpoint."""
+"""Name of a module outside layers in GGUF, and in a Hugging Face checkpoint."""
 GGUF_LAYER_MODULES: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -23,7 +23,7 @@ GGUF_LAYER_MODULES: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""The same within a layer."""
+"""Name of a layer's module in GGUF, and within the layer in a Hugging Face checkpoint."""
 
 _MODEL: Mapping[str, tuple[str, ...]] = {
     "model.embed_tokens.weight": ("vocab", "hidden"),

@@ -189,7 +189,7 @@ class Ops(Protocol[Array, Weight]):
     """One machine's implementation. Not thread-safe: one worker thread calls it, in order."""
 
     name: str
-    """As in `EngineConfig.device`."""
+    """The name that `EngineConfig.device` gives this device."""
     kv_dtype: ElementType
     """Element type of the KV cache unless told otherwise; known after `prepare`."""
     max_batched_tokens: int

@@ -17,7 +17,7 @@ class StepInFlight:
 
     plan: StepPlan
     sequences: tuple[Sequence, ...]
-    """Those of the plan's decode rows, then those of its chunks."""
+    """The sequences of the plan's decode rows, then those of its chunks."""
 
     @property
     def chunked(self) -> tuple[Sequence, ...]:

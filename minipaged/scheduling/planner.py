@@ -47,7 +47,7 @@ class Planner:
         self.prefix_cache_queries = 0
         """Prompt tokens of requests admitted so far."""
         self.prefix_cache_hits = 0
-        """Those of them that came from the prefix cache."""
+        """Prompt tokens of requests admitted so far that came from the prefix cache."""
 
     def plan(self, now: float) -> PlanBuilder:
         """The next step, still to be finished. `now` is the time that newly scheduled requests are stamped with."""

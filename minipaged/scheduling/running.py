@@ -13,7 +13,7 @@ class Decodes(NamedTuple):
 
     sequences: tuple[Sequence, ...]
     rows: tuple[int, ...]
-    """Theirs, in the same order."""
+    """The rows of those sequences, in the same order."""
     version: int
     """Another number whenever these are other rows than in the step before."""
 

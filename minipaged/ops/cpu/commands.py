@@ -23,7 +23,7 @@ MAX_RECORDED = 256
 """Recorded passes that are kept, one for each number of tokens and of rows that sample; some 60 kB each."""
 
 WORKSPACE_BYTES = 1 << 20
-"""At first: it grows."""
+"""Size of the workspace at first; it grows as passes need."""
 
 Function = Callable[[Batch[Array]], Array]
 

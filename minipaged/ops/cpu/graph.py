@@ -60,7 +60,7 @@ class _Buffer:
     """Memory that an array, or the quantised form of rows, takes while nodes [first, last] of the graph run."""
 
     address: int
-    """Of the array while it has no memory; 0 for a quantised form."""
+    """Address of the array while it has no memory; 0 for a quantised form."""
     num_bytes: int
     first: int = -1
     """-1: no node writes or reads it."""
@@ -147,7 +147,7 @@ class Graph:
         self._nodes = self._with_quantised(nodes)
         self._find_readers()
         self.num_bytes = self._allocate()
-        """Of the workspace that it needs."""
+        """Size of the workspace that it needs."""
 
     def _with_quantised(self, recorded: list[Node]) -> list[Node]:
         """Each node that reads a quantised form gets its source: the node that makes the floats, or one more."""
@@ -167,7 +167,7 @@ class Graph:
         return nodes
 
     def _find_readers(self) -> None:
-        """From when until when floats and quantised forms must exist."""
+        """Find out from when until when floats and quantised forms must exist."""
         for index, node in enumerate(self._nodes):
             for array in node.reads.values():
                 self._use(array, index)
@@ -245,7 +245,7 @@ class Graph:
 
 
 def address(array: Array) -> int:
-    """Where its elements begin."""
+    """The address of an array's first element."""
     start: int = array.__array_interface__["data"][0]
     return start
 

@@ -191,7 +191,7 @@ class CpuOps(NumpyOps):
     # Choosing tokens
 
     def sample(self, logits: Array, raw_logits: Array, batch: SamplingBatch[Array]) -> Sampled:
-        """By the rules of `reference_sampling.sample`, a row at a time."""
+        """The kernel follows `reference_sampling.sample` and takes a row at a time."""
         num_rows, vocab_size = logits.shape
         if self._scratch.size < logits.size:
             self._scratch = np.empty(logits.size, np.float32)
@@ -219,7 +219,7 @@ class CpuOps(NumpyOps):
 
 
 def _or_quantised(node: Node) -> Node:
-    """The same, but rows that are whole groups are made as floats, quantised, or both, whatever is read."""
+    """Let rows that are whole groups be made as floats, quantised, or both, as they are read."""
     if node.output.shape[1] % GROUP == 0:
         node.can_quantise, node.needs_floats = True, False
     return node

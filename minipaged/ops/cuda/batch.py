@@ -36,7 +36,7 @@ FIELDS: tuple[tuple[str, DTypeLike], ...] = (
 )
 
 Sizes = tuple[int, int, int]
-"""Of a step: tokens, sequences, and how many of them sample."""
+"""How many tokens a step has, how many sequences, and how many of these sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ class DevicePart:
 
     cu_seqlens: NDArray[np.int32]
     num_splits: int
-    """Of `CudaKernels.kv_split` positions, that the longest sequence has, or more."""
+    """How many splits of `CudaKernels.kv_split` positions the longest sequence has, or more."""
     padded: Batch[cupy.ndarray] | None = None
     """The same decode, filled up to the size of a graph, if that was asked for."""
 
 
 def device_part(batch: Batch[cupy.ndarray]) -> DevicePart:
-    """Of a batch that `StepBuffer` made, or a copy of one."""
+    """The device part of a batch that `StepBuffer` made, or of a copy of one."""
     assert isinstance(batch.device_part, DevicePart), "the batch was not uploaded"
     return batch.device_part
 
@@ -88,7 +88,7 @@ class StepBuffer:
         self._decodes: dict[tuple[int, int], tuple[Batch[cupy.ndarray], Batch[cupy.ndarray]]] = {}
 
     def use_scratch_block(self, block: int) -> None:
-        """Where the tokens that fill up a decode write their KV."""
+        """Set the block into which the tokens that fill up a decode write their KV."""
         self._scratch_block = block
         last_row = self._tables.data.ptr + self.limits.max_sequences * self._width * self._tables.itemsize
         self._staging.send_array(last_row, np.array([block], np.int32))

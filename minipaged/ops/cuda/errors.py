@@ -36,7 +36,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def device_error(what: str, error: Exception, where_memory_is_short: str = DEVICE_MEMORY) -> DeviceError:
-    """With what to do. An error may come from work that was started earlier: GPUs report late."""
+    """A `DeviceError` that says what to do. An error may come from work that was started earlier: GPUs report late."""
     if is_out_of_memory(error):
         advice = where_memory_is_short
     else:

@@ -43,7 +43,7 @@ class Graphs:
         self._workspace = workspace
         self._launched: set[Key] = set()
         self._captured: dict[Key, _Captured | None] = {}
-        """None: that cannot be captured."""
+        """Captured graphs; None for what cannot be captured."""
         self.is_capturing = False
 
     def run(self, function: Function, batch: Batch[cupy.ndarray], num_sequences: int) -> cupy.ndarray | None:

@@ -21,7 +21,7 @@ NULL = np.uint64(0)
 """A pointer to nothing. For None, CuPy before version 14 gives the driver no argument at all, and it may crash."""
 
 ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
-"""In C++."""
+"""Element types by the name that they have in C++."""
 
 
 class CudaKernels:
@@ -33,7 +33,7 @@ class CudaKernels:
         self.kv_split = KV_SPLIT
         self._functions: dict[str, cupy.RawKernel] = {}
         self.is_counting = False
-        """Nothing is launched while the workspace is measured."""
+        """Whether the workspace is being measured; then nothing is launched."""
         self.attention_decode, self.attention_any = decode_tile(head_dim), chunk_tile(head_dim)
         of_type = f"ELEMENT={ELEMENTS[element]}"
         of_head = (of_type, f"HEAD_DIM={head_dim}")

@@ -18,7 +18,7 @@ class Launch(NamedTuple):
 
     grid: tuple[int, ...]
     threads: int
-    """Of a block."""
+    """Threads of a block."""
     shared_bytes: int = 0
     """Dynamic shared memory of a block."""
 
@@ -42,7 +42,7 @@ class Tile:
         return 2 * self.stages * self.depth * (self.rows + self.columns)
 
     def launch(self, num_rows: int, num_columns: int) -> Launch:
-        """For a product of this size."""
+        """The launch for a product of this size."""
         blocks = -(-num_rows // self.rows) * -(-num_columns // self.columns)
         return Launch((blocks,), 128, self.shared_bytes)
 
@@ -66,7 +66,7 @@ LINEAR, LOGITS, GATED = _tiles("", *NARROW), _tiles("_float32", *WIDE), _tiles("
 
 
 def tile_for(num_rows: int, num_columns: int, tiles: tuple[Tile, Tile, Tile], multiprocessors: int) -> Tile:
-    """For a product of this size: the largest whose blocks give every multiprocessor work."""
+    """The tile for a product of this size: the largest whose blocks give every multiprocessor work."""
     few, some, many = tiles
     if num_rows <= few.rows:
         return few
@@ -88,7 +88,7 @@ class AttentionTile:
 
     @property
     def rows(self) -> int:
-        """Of a tile of queries."""
+        """Rows of a tile of queries."""
         return 16 * self.warps
 
     @property
@@ -98,19 +98,19 @@ class AttentionTile:
         return 2 * pitch * (2 * positions * self.stages + self.rows) + 4 * self.rows * (self.head_dim + 4)
 
     def launch(self, num_tokens: int, num_sequences: int, num_kv_heads: int, group: int, num_splits: int) -> Launch:
-        """For so many sequences with so many tokens together; `group` query heads read one KV head."""
+        """The launch for so many sequences with so many tokens together; `group` query heads read one KV head."""
         tiles = num_tokens // max(1, self.rows // group) + num_sequences
         grid = (tiles, num_kv_heads * -(-group // self.rows), num_splits)
         return Launch(grid, 32 * self.warps, self.shared_bytes)
 
 
 def decode_tile(head_dim: int) -> AttentionTile:
-    """Of the kernel for steps in which every sequence has one token."""
+    """The tile of the kernel for steps in which every sequence has one token."""
     return AttentionTile("attention_decode", warps=1, stages=3, head_dim=head_dim)
 
 
 def chunk_tile(head_dim: int) -> AttentionTile:
-    """Of the kernel for all other steps."""
+    """The tile of the kernel for all other steps."""
     return AttentionTile("attention", warps=4 if head_dim <= 128 else 2, stages=2, head_dim=head_dim)
 
 
@@ -162,7 +162,7 @@ def kv_blocks(num_blocks: int, vectors: int) -> Launch:
 
 
 def update_tables(num_changes: int) -> Launch:
-    """A thread for each."""
+    """A thread for each entry that changes."""
     return Launch((-(-num_changes // 256),), 256)
 
 

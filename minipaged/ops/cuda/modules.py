@@ -50,7 +50,7 @@ class CudaModules:
         self._progress = progress
         self._sources = _kernel_folder()
         self._common = hashlib.sha256()
-        """Of what the code of all sources depends on."""
+        """Digest of what the code of all sources depends on."""
         for text in (self._compiler.version, self._target):
             self._common.update(text.encode() + b"\0")
         for path in (*sorted(self._sources.glob("*.cuh")), *(self._compiler.include / name for name in HEADERS)):

@@ -28,7 +28,7 @@ class Gpu:
     architecture: int
     """Compute capability, times ten."""
     memory: int
-    """In bytes."""
+    """Size of its memory in bytes."""
     cuda: tuple[int, int]
     """The newest CUDA that the driver takes code of."""
 

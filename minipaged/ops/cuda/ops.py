@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 HEAD_DIMS = (64, 80, 96, 128, 256)
 STAGING_BYTES = 4 << 20
 STAGING_BUFFERS = 8
-"""So that what a step uploads beside its description does not wait for its kernels."""
+"""So many that what a step uploads beside its description does not wait for its kernels."""
 UPLOAD_BYTES = 4 << 20
-"""For what `upload` returns: settings and penalties of the sequences that run. More comes from CuPy's pool."""
+"""Memory for what `upload` returns: settings and penalties of the sequences that run. More comes from CuPy's pool."""
 MOST_PARTIALS = 1024
 """Splits of sequences that one launch of attention takes: some waves of blocks for any GPU; more need more launches."""
 
@@ -108,7 +108,7 @@ class CudaOps:
         return max(0, int(fraction * total) - (total - free) - self._scratch_bytes)
 
     def load_matrix(self, tensors: Sequence[HostTensor]) -> cupy.ndarray:
-        """[sum of out_i, in]"""
+        """An array [sum of out_i, in]."""
         return self._weights.stacked(tensors)
 
     def load_vector(self, tensors: Sequence[HostTensor]) -> cupy.ndarray:
@@ -116,11 +116,11 @@ class CudaOps:
         return self._keep(np.concatenate([tensor.float32() for tensor in tensors]), f"the weight {tensors[0].name}")
 
     def load_gate_up(self, gate: HostTensor, up: HostTensor) -> cupy.ndarray:
-        """[2 I, in]: gate and up row by row in turn, so that one thread computes both."""
+        """An array [2 I, in]: gate and up row by row in turn, so that one thread computes both."""
         return self._weights.interleaved(gate, up)
 
     def load_gate_up_bias(self, gate: HostTensor, up: HostTensor) -> cupy.ndarray:
-        """[2 I], in the same order."""
+        """An array [2 I], in the order of `load_gate_up`'s rows."""
         return self._keep(np.stack([gate.float32(), up.float32()], axis=1).reshape(-1), f"the weight {gate.name}")
 
     def load_rope(self, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> cupy.ndarray:
@@ -140,12 +140,12 @@ class CudaOps:
         logits: Callable[[Batch[cupy.ndarray], KVPool[cupy.ndarray]], cupy.ndarray],
     ) -> None:
         """The forward passes of a step with the most tokens and of a decode with the most sequences are tried out."""
-        self._steps = StepBuffer(self._memory, self._kernels, self._stream, limits, layout.block_size)
+        self._step_buffer = StepBuffer(self._memory, self._kernels, self._stream, limits, layout.block_size)
         nothing = self._memory.array(NO_MEMORY, (1, self._block_elements(layout)), self._dtype, None)
         cache = KVPool(layout, 1, nothing)
 
         def run(num_tokens: int) -> None:
-            batch = self._steps.of_size((num_tokens, limits.max_sequences, limits.max_sequences))
+            batch = self._step_buffer.of_size((num_tokens, limits.max_sequences, limits.max_sequences))
             result = logits(batch, cache)
             self._take(result.shape, result.dtype)  # where they are adjusted
 
@@ -165,11 +165,11 @@ class CudaOps:
         blocks = self._memory.allocate(dimensions, self._dtype, f"{num_blocks} KV blocks")
         with cuda_errors("clear the KV blocks"):
             self._cupy.cuda.runtime.memsetAsync(blocks.data.ptr, 0, blocks.nbytes, self._stream.ptr)
-        self._steps.use_scratch_block(num_blocks)
+        self._step_buffer.use_scratch_block(num_blocks)
         return KVPool(layout, num_blocks, blocks[:num_blocks])
 
     def allocate_host_cache(self, layout: KVLayout, num_blocks: int) -> NDArray[np.uint8]:
-        """Page-locked."""
+        """The memory is page-locked."""
         size = num_blocks * layout.bytes_per_block
         pool = self._memory.allocate_pinned(size, f"{num_blocks} swapped KV blocks")
         return pool.reshape(num_blocks, layout.bytes_per_block)
@@ -182,7 +182,7 @@ class CudaOps:
         return self.upload_together([array])[0]
 
     def upload_together(self, arrays: Sequence[HostArray]) -> list[cupy.ndarray]:
-        """Likewise, side by side in one span of memory, which is free again when none of them is referenced."""
+        """The copies lie side by side in one span of memory, which is free again when none of them is referenced."""
         starts = [0, *accumulate(aligned(array.nbytes) for array in arrays)]
         packed = np.empty(starts[-1], np.uint8)
         span = self._take_from(self._uploads, packed.shape, packed.dtype)
@@ -198,11 +198,11 @@ class CudaOps:
         self._workspace.reset()
         padded_size = None
         if self._use_graphs and len(batch.token_ids) == len(batch.rows) == len(batch.sampled):
-            padded_size = min(graph_size(len(batch.rows)), self._steps.limits.max_sequences)
-        return self._steps.send(batch, changed, padded_size)
+            padded_size = min(graph_size(len(batch.rows)), self._step_buffer.limits.max_sequences)
+        return self._step_buffer.send(batch, changed, padded_size)
 
     def download(self, array: cupy.ndarray) -> NDArray[np.float32]:
-        """When all that was launched is done."""
+        """Waits until all that was launched is done."""
         with cuda_errors("copy from its memory"):
             # With CUPY_ENABLE_UMP=1, CuPy would hand out some memory of the device itself, without waiting.
             host: NDArray[np.float32] = array.get(stream=self._stream, out=np.empty(array.shape, array.dtype))
@@ -231,7 +231,7 @@ class CudaOps:
         return function(batch)
 
     def _take(self, shape: tuple[int, ...], dtype: DTypeLike) -> cupy.ndarray:
-        """An array for this step."""
+        """An array that is valid in this step, its content undefined."""
         return self._take_from(self._workspace, shape, dtype)
 
     def _take_from(self, space: Workspace, shape: tuple[int, ...], dtype: DTypeLike) -> cupy.ndarray:
@@ -264,19 +264,19 @@ class CudaOps:
     def linear(
         self, x: cupy.ndarray, weight: cupy.ndarray, bias: cupy.ndarray | None, residual: cupy.ndarray | None
     ) -> cupy.ndarray:
-        """Rounded to the element type, once."""
+        """The sum is rounded to the element type once."""
         out = self._take((len(x), len(weight)), self._dtype)
         self._multiply(LINEAR, x, weight, (bias, residual), out)
         return out
 
     def logits(self, x: cupy.ndarray, head: cupy.ndarray) -> cupy.ndarray:
-        """Not rounded."""
+        """The sum is not rounded."""
         out = self._take((len(x), len(head)), np.float32)
         self._multiply(LOGITS, x, head, (None,), out)
         return out
 
     def gated_linear(self, x: cupy.ndarray, gate_up: cupy.ndarray, bias: cupy.ndarray | None) -> cupy.ndarray:
-        """Both products in one kernel, which multiplies them before they are rounded."""
+        """One kernel computes both products and multiplies them before they are rounded."""
         out = self._take((len(x), len(gate_up) // 2), self._dtype)
         self._multiply(GATED, x, gate_up, (bias,), out)
         return out
@@ -325,13 +325,13 @@ class CudaOps:
         scale: float,
         window: int | None,
     ) -> cupy.ndarray:
-        """So many sequences at a time that the results of their splits do not take too much memory."""
+        """Launched for so many sequences at a time that the results of their splits do not take too much memory."""
         num_tokens, num_query_heads, head_dim = query.shape
         num_kv_heads = cache.layout.keys.num_heads
         part, is_decode = device_part(batch), num_tokens == len(batch.rows)
         tile = self._kernels.attention_decode if is_decode else self._kernels.attention_any
         group, num_splits, num_sequences = num_query_heads // num_kv_heads, part.num_splits, len(batch.rows)
-        most_partials = max(MOST_PARTIALS, self._steps.most_splits)
+        most_partials = max(MOST_PARTIALS, self._step_buffer.most_splits)
         most = most_partials // num_splits
 
         out = self._take((num_tokens, num_query_heads * head_dim), self._dtype)
@@ -370,26 +370,26 @@ class CudaOps:
     def adjust_logits(
         self, logits: cupy.ndarray, penalties: Penalties[cupy.ndarray] | None, bias: Bias[cupy.ndarray] | None
     ) -> cupy.ndarray:
-        """By the rules of `reference_sampling.adjust_logits`."""
+        """The kernels follow `reference_sampling.adjust_logits`."""
         adjusted = self._take(logits.shape, np.float32)
         self._copy(adjusted.data.ptr, logits.data.ptr, logits.nbytes)
         self._sampler.adjust(adjusted, penalties, bias)
         return adjusted
 
     def sample(self, logits: cupy.ndarray, raw_logits: cupy.ndarray, batch: SamplingBatch[cupy.ndarray]) -> Sampled:
-        """By the rules of `reference_sampling.sample`."""
+        """The kernels follow `reference_sampling.sample`."""
         return self._sampler.sample(logits, raw_logits, batch, self._take)
 
     # Blocks
 
     def fill_blocks(self, cache: KVPool[cupy.ndarray], blocks: Sequence[int], value: float) -> None:
-        """By one kernel."""
+        """One kernel fills all of them."""
         vectors = cache.layout.bytes_per_block // 16
         arguments = (cache.data, self.upload(np.array(blocks, np.int32)), np.float32(value), np.int32(vectors))
         self._kernels.start("fill_blocks", launches.kv_blocks(len(blocks), vectors), arguments)
 
     def copy_blocks(self, cache: KVPool[cupy.ndarray], pairs: Sequence[tuple[int, int]]) -> None:
-        """All of them by one kernel."""
+        """One kernel copies all of them."""
         vectors = cache.layout.bytes_per_block // 16
         arguments = (cache.data, self.upload(np.array(pairs, np.int32)), np.int32(vectors))
         self._kernels.start("copy_blocks", launches.kv_blocks(len(pairs), vectors), arguments)
@@ -397,7 +397,7 @@ class CudaOps:
     def blocks_to_host(
         self, cache: KVPool[cupy.ndarray], host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]
     ) -> PendingCopy:
-        """Beside the kernels that are launched later."""
+        """The copy runs beside the kernels that are launched later."""
         return self._transfers.to_host(cache.data, host, pairs)
 
     def blocks_from_host(
@@ -407,7 +407,7 @@ class CudaOps:
         return self._transfers.from_host(host, cache.data, pairs)
 
     def _copy(self, destination: int, source: int, num_bytes: int) -> None:
-        """Within the device."""
+        """Copy bytes within the device's memory."""
         runtime = self._cupy.cuda.runtime
         with cuda_errors("copy within its memory"):
             runtime.memcpyAsync(destination, source, num_bytes, runtime.memcpyDeviceToDevice, self._stream.ptr)

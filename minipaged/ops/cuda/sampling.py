@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import cupy
 
 RESULT_BYTES = 64 << 10
-"""At first; more where many log-probabilities are asked for."""
+"""Size of the buffer for results at first; it grows where many log-probabilities are asked for."""
 
 
 class Sampler:
-    """By the rules of `reference_sampling`."""
+    """Chooses tokens on the GPU as `reference_sampling` does."""
 
     def __init__(self, memory: CudaMemory, kernels: CudaKernels, stream: cupy.cuda.Stream) -> None:
         import cupy
@@ -37,7 +37,7 @@ class Sampler:
     def adjust(
         self, logits: cupy.ndarray, penalties: Penalties[cupy.ndarray] | None, bias: Bias[cupy.ndarray] | None
     ) -> None:
-        """In place."""
+        """Apply penalties, then bias, to the logits in place."""
         num_rows, vocab_size = logits.shape
         if penalties is not None:
             arguments = (

@@ -26,7 +26,7 @@ class Staging:
         self._copied = [cupy.cuda.Event(block=True, disable_timing=True) for _ in range(num_buffers)]
         self._next = 0
         self.num_bytes = num_bytes
-        """Of one buffer."""
+        """Size of one buffer."""
 
     def buffer(self) -> NDArray[np.uint8]:
         """The next one, as soon as what it held has been copied."""
@@ -45,7 +45,7 @@ class Staging:
         self._next = (self._next + 1) % len(self._buffers)
 
     def send_array(self, destination: int, array: NDArray[np.generic]) -> None:
-        """Any array, in as many pieces as it takes."""
+        """Send any array, in as many pieces as it takes."""
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         for start in range(0, len(data), self.num_bytes):
             piece = data[start : start + self.num_bytes]

@@ -32,7 +32,7 @@ class EventCopy:
 
 
 class BlockTransfers:
-    """Both directions, in the order in which they were asked for, beside what `compute` does."""
+    """Copies in both directions, in the order in which they were asked for, beside what `compute` does."""
 
     def __init__(self, compute: cupy.cuda.Stream) -> None:
         import cupy

@@ -63,7 +63,7 @@ class NumpyOps:
     def reserve(
         self, limits: StepLimits, layout: KVLayout, logits: Callable[[Batch[Array], KVPool[Array]], Array]
     ) -> None:
-        """Nothing: arrays are allocated as they are needed."""
+        """Nothing is done: arrays are allocated as they are needed."""
 
     def load_vector(self, tensors: Sequence[HostTensor]) -> Array:
         """float32, concatenated."""
@@ -78,7 +78,7 @@ class NumpyOps:
         return KVPool(layout, num_blocks, self.allocate_host_cache(layout, num_blocks))
 
     def allocate_host_cache(self, layout: KVLayout, num_blocks: int) -> NDArray[np.uint8]:
-        """Zeros."""
+        """The blocks hold zeros."""
         return np.zeros((num_blocks, layout.bytes_per_block), np.uint8)
 
     def upload(self, array: HostArray) -> Array:
@@ -86,7 +86,7 @@ class NumpyOps:
         return array.copy()
 
     def upload_together(self, arrays: Sequence[HostArray]) -> list[Array]:
-        """Copies as well."""
+        """Copies, so that the caller may reuse its buffers."""
         return [array.copy() for array in arrays]
 
     def upload_batch(self, batch: Batch[HostArray], changed: NDArray[np.int64]) -> Batch[Array]:
@@ -101,7 +101,7 @@ class NumpyOps:
         """Nothing is held here: arrays are freed with their last reference."""
 
     def replay(self, function: Callable[[Batch[Array]], Array], batch: Batch[Array]) -> Array:
-        """Just the function."""
+        """Nothing is recorded: the function is called."""
         return function(batch)
 
     # Choosing tokens
@@ -131,7 +131,7 @@ class NumpyOps:
     def blocks_to_host(
         self, cache: KVPool[Array], host: NDArray[np.uint8], pairs: Sequence[tuple[int, int]]
     ) -> PendingCopy:
-        """Done when it returns."""
+        """The copy is finished when the call returns."""
         device_blocks, host_blocks = _columns(pairs)
         host[host_blocks] = cache.data[device_blocks]
         return FinishedCopy()
@@ -139,7 +139,7 @@ class NumpyOps:
     def blocks_from_host(
         self, host: NDArray[np.uint8], cache: KVPool[Array], pairs: Sequence[tuple[int, int]]
     ) -> PendingCopy:
-        """Done when it returns."""
+        """The copy is finished when the call returns."""
         host_blocks, device_blocks = _columns(pairs)
         cache.data[device_blocks] = host[host_blocks]
         return FinishedCopy()
