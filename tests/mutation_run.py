@@ -31,11 +31,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minipaged.ops.cpu import _kernels
+from tests.ops.cuda.compiler import cache
 
 ROOT = Path(__file__).parent.parent
 ENGINE = ("tests/engine/test_engine_random.py", "tests/engine/test_engine.py")
 ALONE = "tests/engine/test_equals_alone.py"
-CUDA = tuple(f"tests/ops/cuda/test_{name}.py" for name in ("ops", "modules", "workspace", "device_choice", "engine"))
+CUDA = tuple(
+    f"tests/ops/cuda/test_{name}.py"
+    for name in ("batch", "graphs", "staging", "workspace", "launches", "modules", "device_choice", "ops", "engine")
+)
 KERNELS = ("tests/ops/cuda/test_kernels.py", "tests/ops/cuda/test_ops.py")
 CPU = ("tests/ops/cpu", "tests/ops/test_sample.py", "tests/ops/test_attention.py", "tests/engine/test_cpu_engine.py")
 TESTS = {
@@ -44,7 +48,7 @@ TESTS = {
     "minipaged/execution": ("tests/execution", *ENGINE, ALONE),
     "minipaged/ops/cuda": CUDA,
     "minipaged/ops/cpu": CPU,
-    "minipaged/ops/free_spans.py": ("tests/ops/cuda/test_workspace.py", *CPU),
+    "minipaged/ops/workspace.py": ("tests/ops/cuda/test_workspace.py", *CPU),
     "minipaged/ops": ("tests/ops/test_philox.py", "tests/ops/reference", *CPU[1:]),
     "cpu": CPU,
     "cuda/attention.cu": ("tests/ops/cuda/test_attention.py", *KERNELS),
@@ -170,6 +174,7 @@ class Tree:
     def __init__(self, folder: Path, files: Sequence[str]) -> None:
         self._folder = folder / "tree"
         shutil.copytree(ROOT, self._folder, ignore=shutil.ignore_patterns(".git", ".venv", "build", "__pycache__"))
+        shutil.copytree(cache(), folder / "cache" / cache().name)  # what is compiled already
         settings = {"PYTHONPATH": str(self._folder), "PYTHONHASHSEED": "0", "MINIPAGED_CACHE": str(folder / "cache")}
         self._environment = {**os.environ, **settings}
         with (self._folder / "tests" / "conftest.py").open("a") as conftest:  # the same examples each time, none shrunk
