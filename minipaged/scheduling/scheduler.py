@@ -13,7 +13,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from itertools import chain, repeat
 
 from minipaged.config import EngineConfig
 from minipaged.errors import PromptTooLongError
@@ -165,17 +164,19 @@ class Scheduler:
         running, finished = Status.RUNNING, Status.FINISHED
         advanced: list[tuple[Sequence, int, SequenceOf[Logprobs]]] = []
         failed: list[tuple[Sequence, Exception]] = []
-        chunks: chain[Chunk | None] = chain(repeat(None, len(step.plan.decode_rows)), step.plan.chunks)
+        chunks: list[Chunk | None] = [None] * len(step.plan.decode_rows)
+        chunks += step.plan.chunks
+        generated = 0
         for sequence, chunk, outcome in zip(step.sequences, chunks, result.sequences, strict=True):
             status = sequence.status
             if status is finished:
                 continue
             _, token_ids, logprobs, prompt_logprobs, failure = outcome
-            request, known, reason = sequence.request, sequence.token_ids, None
-            before = len(known)
+            request, known, reason, num_tokens = sequence.request, sequence.token_ids, None, 0
             try:
                 for token_id in token_ids:
                     known.append(token_id)
+                    num_tokens += 1
                     if (
                         token_id in request.stop_token_ids
                         or len(known) >= request.max_length
@@ -190,8 +191,9 @@ class Scheduler:
                 self.finish(sequence, "abort")
                 failed.append((sequence, failure))
                 continue
-            num_tokens = num_computed = len(known) - before
+            num_computed = num_tokens
             if num_tokens:
+                generated += num_tokens
                 advanced.append((sequence, num_tokens, logprobs))
             if chunk is not None:
                 num_computed = chunk.num_tokens
@@ -208,7 +210,7 @@ class Scheduler:
                     self.kv.insert(sequence.table, known, computed, request.namespace)
             if reason is not None:
                 self.finish(sequence, reason)
-        self._num_tokens += sum(num_tokens for _, num_tokens, _ in advanced)
+        self._num_tokens += generated
         return Committed(advanced, failed)
 
     @staticmethod
