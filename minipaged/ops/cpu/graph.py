@@ -131,6 +131,8 @@ class UnplacedArrays:
 
     def find(self, array: Array) -> _Buffer | None:
         """What an array, or a view of one, was made with; None if it has memory."""
+        if not self.buffers:
+            return None  # spares looking up the address, which takes microseconds
         start = address(array)
         index = bisect_right(self._starts, start) - 1
         if index < 0 or start - self._starts[index] >= max(1, self.buffers[index].num_bytes):
